@@ -1,0 +1,60 @@
+# `make help` lists the targets. Everything runs from .venv, which `make setup` creates and keeps up to date.
+
+PYTHON ?= python3
+# Passed to pip, for example PIP_FLAGS="--index-url URL" for a mirror, or "--extra-index-url URL" for PyTorch's CPU builds.
+PIP_FLAGS ?=
+# Overrides for `make train`, in Hydra's syntax: make train ARGS="model.seed=2"
+ARGS ?=
+# More for pytest: make test PYTEST_ARGS="-k config -x"
+PYTEST_ARGS ?=
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+# Two workers of one thread each: on two cores, more threads only wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+FAST := $(wildcard tests/unit tests/numerics tests/integration tests/gpu)
+SCRIPTS := .ci/run $(wildcard slurm/*.sub)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test test-distributed test-slow lint bench clean
+
+help: ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
+		printf '  make %-18s %s\n' "$$target" "$$text"; done
+
+setup: $(STAMP) ## create .venv with everything that runs without a GPU (about two minutes; once)
+
+$(STAMP): pyproject.toml .ci/constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
+		{ echo "make setup: $(PYTHON) is not Python 3.11 or 3.12; name one: make setup PYTHON=python3.11" >&2; exit 2; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c .ci/constraints.txt -e '.[cpu,dev]'
+	@touch $@
+
+train: setup ## train the small model; ARGS="model.seed=2" overrides its config
+	$(BIN)/nemo-sspo train --config-name tiny_moe_cpu $(ARGS)
+
+test: setup ## unit, numeric and fast integration tests
+	$(PYTEST) -n 2 -m "not slow and not distributed" $(FAST) $(PYTEST_ARGS)
+
+test-distributed: setup ## tests that start several processes
+	$(PYTEST) tests/distributed $(PYTEST_ARGS)
+
+test-slow: setup ## whole runs, builds and everything else that `make test` leaves out
+	$(PYTEST) -m "slow or distributed" $(FAST) $(PYTEST_ARGS)
+
+lint: setup ## ruff, pyright, import-linter, shellcheck
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+	$(BIN)/shellcheck $(SCRIPTS)
+
+bench: setup ## list the benchmarks and how to run them
+	@for script in $(wildcard tests/benchmarks/*.py); do \
+		echo "$(BIN)/python $$script   $$(sed -n '1s/^"""\(.*[^"]\)"*$$/\1/p' "$$script")"; done
+	@test -n "$(wildcard tests/benchmarks/*.py)" || echo "tests/benchmarks holds no script yet"
+
+clean: ## remove .venv and caches; runs in results/ stay
+	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

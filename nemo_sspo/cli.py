@@ -1,0 +1,164 @@
+"""The command line: ``nemo-sspo train | eval | report``.
+
+Arguments and config are checked before torch is imported, so that ``--help`` and a misspelt key answer at once.
+Exit status: 0 done, 1 failed (with a traceback), 2 wrong usage or input (one line), 75 stopped on a signal and
+resumable.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from nemo_sspo import __version__
+from nemo_sspo.errors import UserError
+
+_TRAIN_EXAMPLES = """\
+examples:
+  nemo-sspo train --config-name tiny_moe_cpu
+  nemo-sspo train --config-name tiny_moe_cpu model.seed=2 exp_manager.explicit_log_dir=results/seed_2
+  nemo-sspo train --config-name tiny_moe_cpu model.data.data_prefix.train=[problems.jsonl]
+  torchrun --nproc-per-node 2 -m nemo_sspo train --config-name tiny_moe_cpu
+
+The same command again resumes the run in exp_manager.explicit_log_dir from its newest checkpoint.
+"""
+
+_EVAL_EXAMPLES = """\
+examples:
+  nemo-sspo eval --run results/tiny_moe_cpu
+  nemo-sspo eval --run results/tiny_moe_cpu --checkpoint step_000100 --split validation --samples 8
+"""
+
+_REPORT_EXAMPLES = """\
+examples:
+  nemo-sspo report results/tiny_moe_cpu
+  nemo-sspo report results/sspo results/grpo --output comparison.html
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit status; ``argv`` defaults to the process's arguments."""
+    try:
+        parser = _parser()
+        arguments, extra = parser.parse_known_args(argv)
+        if arguments.command is None:
+            parser.print_help()
+            return 2
+        if arguments.command == "train":  # argparse leaves overrides that follow an option over
+            arguments.overrides += [text for text in extra if not text.startswith("-")]
+            extra = [text for text in extra if text.startswith("-")]
+        if extra:
+            raise UserError(f"unrecognized arguments: {' '.join(extra)}; see nemo-sspo {arguments.command} --help")
+        return arguments.handler(arguments)
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"nemo-sspo: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from nemo_sspo.config import load_config, validate
+
+    config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
+    validate(config, _world_size())
+    from nemo_sspo.training.run import run_training
+
+    return run_training(config)
+
+
+def _eval(arguments: argparse.Namespace) -> int:
+    from nemo_sspo.config import load_run_config
+
+    load_run_config(arguments.run)  # refuses a folder that is not a run's before torch is imported
+    if arguments.samples < 0:
+        raise UserError(f"--samples: got {arguments.samples}, allowed: >= 0; 0 decodes greedily only")
+    from nemo_sspo.training.evaluate import run_evaluation
+
+    return run_evaluation(arguments.run, arguments.checkpoint, arguments.split, arguments.samples)
+
+
+def _report(arguments: argparse.Namespace) -> int:
+    for folder in arguments.runs:
+        if not folder.is_dir():
+            raise UserError(f"{folder}: no such folder; give the folder of a run")
+    from nemo_sspo.report import write_comparison, write_report
+
+    if len(arguments.runs) > 1:
+        written = write_comparison(arguments.runs, arguments.output or Path("comparison.html"))
+    else:
+        written = write_report(arguments.runs[0])
+        if arguments.output is not None and arguments.output.resolve() != written.resolve():
+            written = Path(shutil.copyfile(written, arguments.output))
+    print(written)
+    return 0
+
+
+class _Parser(argparse.ArgumentParser):
+    """Wrong usage is a `UserError`: one line, status 2, printed by one process only."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="nemo-sspo",
+        description="Soft Sequence Policy Optimization for mixture-of-experts language models.",
+        epilog="nemo-sspo COMMAND --help shows a command's options and examples.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"nemo-sspo {__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", title="commands")
+
+    train = _command(commands, "train", "train a model; resumes the run it finds", _TRAIN_EXAMPLES)
+    train.add_argument("--config-name", required=True, metavar="NAME", help="a config's file name without .yaml")
+    train.add_argument("--config-dir", type=Path, metavar="DIR", help="searched before ./conf and the package's conf")
+    train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="config overrides in Hydra's syntax")
+    train.set_defaults(handler=_train)
+
+    evaluate = _command(commands, "eval", "measure a finished or stopped run's accuracy", _EVAL_EXAMPLES)
+    evaluate.add_argument("--run", type=Path, required=True, metavar="DIR", help="a run's folder")
+    evaluate.add_argument("--checkpoint", metavar="STEP", help="such as step_000100 (default: the newest)")
+    evaluate.add_argument("--split", choices=("test", "validation"), default="test", help="default: test")
+    evaluate.add_argument(
+        "--samples",
+        type=int,
+        default=0,
+        metavar="N",
+        help="also sample N responses a problem at the run's temperature (default 0: greedy only)",
+    )
+    evaluate.set_defaults(handler=_eval)
+
+    report = _command(commands, "report", "write a run's report.html, or compare several runs", _REPORT_EXAMPLES)
+    report.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="a run's folder")
+    report.add_argument(
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="default: DIR/report.html for one run, comparison.html for several",
+    )
+    report.set_defaults(handler=_report)
+    return parser
+
+
+def _command(commands: argparse._SubParsersAction, name: str, summary: str, examples: str) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=summary[0].upper() + summary[1:] + ".",
+        epilog=examples,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+
+
+def _world_size() -> int:
+    text = os.environ.get("WORLD_SIZE", "1")
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"WORLD_SIZE: got {text!r}, allowed: a whole number >= 1; torchrun sets it")
+    return int(text)

@@ -1,0 +1,151 @@
+"""Megatron-Core on a machine without a GPU.
+
+What: the modules of ``megatron.core`` see a ``torch`` whose CUDA device is the CPU. Only the name ``torch`` inside those
+modules is rebound, to a thin proxy; the real ``torch`` and ``torch.cuda`` that everyone else uses stay as they are,
+and nothing runs per operation (a ``TorchFunctionMode`` that redirects devices costs about a third of a small model's step).
+
+Versions: megatron-core 0.16.1 (`SUPPORTED`), torch >= 2.6.
+Why, one by one:
+
+* ``device="cuda"`` and ``torch.cuda.current_device()`` are written into schedules, buffers, layers and optimizers.
+* ``torch.cuda`` streams, events and RNG states are used without asking whether there is a device.
+* gradient clipping asserts ``grad.type() == 'torch.cuda.FloatTensor'`` (`clip_grads.py`).
+* without Transformer Engine, `moe_utils.py` never defines ``te_general_gemm`` but reads it in the router's forward.
+* ``jit_fuser`` is ``torch.compile``; on a CPU it needs a C++ compiler and a minute for what it saves.
+
+When it can go: when Megatron-Core takes its device from its configuration. `tests/unit/compat` fails when a patch
+is no longer needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+SUPPORTED = "0.16.1"
+_CPU = torch.device("cpu")
+_FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros", "as_tensor")
+
+
+class _NullStream:
+    """A CUDA stream or event that has nothing to wait for."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *args, **kwargs: self
+
+    def query(self) -> bool:
+        return True
+
+    def __enter__(self) -> _NullStream:
+        return self
+
+    def __exit__(self, *exc: object) -> None: ...
+
+
+class _Proxy(ModuleType):
+    """A module whose names are those of another, but for the ones that are set on it."""
+
+    def __init__(self, target: ModuleType) -> None:
+        super().__init__(target.__name__)
+        self.__dict__["_target"] = target
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_target"], name)
+
+
+def _on_cpu(factory: Any) -> Any:
+    """`factory` with ``device="cuda..."`` redirected to the CPU."""
+
+    def redirected(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and str(device).startswith("cuda"):
+            kwargs["device"] = _CPU
+        return factory(*args, **kwargs)
+
+    return redirected
+
+
+def _cuda_proxy() -> _Proxy:
+    cuda = _Proxy(torch.cuda)
+    stream = _NullStream()
+    cuda.current_device = lambda: _CPU
+    cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
+    cuda.Stream = cuda.Event = _NullStream
+    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
+    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
+    cuda.manual_seed = torch.manual_seed
+    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
+    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
+    random = _Proxy(torch.cuda.random)
+    random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
+    cuda.random = random
+    return cuda
+
+
+def _torch_proxy() -> _Proxy:
+    proxy = _Proxy(torch)
+    for name in _FACTORIES:
+        setattr(proxy, name, _on_cpu(getattr(torch, name)))
+    proxy.cuda = _cuda_proxy()
+    return proxy
+
+
+def _clip_grad_by_total_norm_fp32(
+    parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
+) -> None:
+    """Megatron-Core's clipping by a given norm, without its assertion on CUDA tensor type names."""
+    coefficient = max_norm / (total_norm + 1.0e-6)
+    if coefficient < 1.0:
+        name = "decoupled_grad" if use_decoupled_grad else "grad"
+        grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
+        torch._foreach_mul_(grads, coefficient)
+
+
+def _uncompiled(module: ModuleType) -> None:
+    """Undo ``@jit_fuser``: put the plain Python function back where ``torch.compile`` wrapped it."""
+    owners = [module, *(c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__)]
+    for owner in owners:
+        for name, value in list(vars(owner).items()):
+            original = getattr(value, "_torchdynamo_orig_callable", None)
+            if original is not None:
+                setattr(owner, name, original)
+
+
+def install() -> bool:
+    """Let Megatron-Core run on the CPU where there is no CUDA device; elsewhere do nothing.
+
+    Idempotent, and to be called after the Megatron modules in use are imported: it rebinds names in those. Returns
+    whether the patches are in place.
+    """
+    if torch.cuda.is_available():
+        return False
+    import megatron.core.optimizer.clip_grads as clip_grads
+    import megatron.core.optimizer.optimizer as optimizer
+    import megatron.core.tensor_parallel.random as megatron_random
+    import megatron.core.transformer.moe.moe_utils as moe_utils
+
+    proxy = next(
+        (m.torch for n, m in sys.modules.items() if n.startswith("megatron.core") and _is_proxy(m)), None
+    ) or _torch_proxy()
+    for name, module in list(sys.modules.items()):
+        if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
+            module.torch = proxy  # type: ignore[attr-defined]
+            _uncompiled(module)
+    if not hasattr(moe_utils, "te_general_gemm"):
+        moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
+    clip_grads.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32
+    optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32
+    megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
+    megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
+    return True
+
+
+def _is_proxy(module: ModuleType) -> bool:
+    return isinstance(getattr(module, "torch", None), _Proxy)

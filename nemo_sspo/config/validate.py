@@ -1,0 +1,193 @@
+"""Range and cross-field checks on a loaded config, before anything heavy is imported or written.
+
+Each check names the dotted key, what was given, what is allowed and what to do. Ranges are the table of
+`nemo_sspo.config.ranges`; a relation between keys is one small function that yields its complaints.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import string
+from collections.abc import Iterator
+from itertools import chain
+from typing import Any
+
+from nemo_sspo.config.keys import show
+from nemo_sspo.config.ranges import RANGES
+from nemo_sspo.config.schema import OptimizerConfig, RunConfig
+from nemo_sspo.errors import UserError
+
+_LAYOUT = {
+    "model.tensor_model_parallel_size": 1,
+    "model.pipeline_model_parallel_size": 1,
+    "model.expert_model_parallel_size": 1,
+    "model.context_parallel_size": 1,
+    "model.sequence_parallel": False,
+}
+
+
+def validate(config: RunConfig, world_size: int) -> None:
+    """Refuse a config that cannot train, with the first reason found.
+
+    Args:
+        config: as `load_config` returns it.
+        world_size: number of processes. All of them are data parallel in this version; torchrun decides how many
+            there are, and ``trainer.num_nodes * trainer.devices`` does not have to agree.
+
+    Raises:
+        UserError: names the dotted key, the value, what is allowed and what to do.
+    """
+    complaints = chain(
+        _finite(config),
+        _ranges(config),
+        _layout(config),
+        _model(config),
+        _batches(config, world_size),
+        _lengths(config),
+        _optimizers(config),
+        _data(config),
+    )
+    for complaint in complaints:
+        raise UserError(complaint)
+    _objective(config)
+
+
+def _finite(config: RunConfig) -> Iterator[str]:
+    def floats(node: Any, key: str) -> Iterator[tuple[str, float]]:
+        if dataclasses.is_dataclass(node):
+            for field in dataclasses.fields(node):
+                yield from floats(getattr(node, field.name), f"{key}.{field.name}".lstrip("."))
+        elif isinstance(node, list):
+            for index, item in enumerate(node):
+                yield from floats(item, f"{key}[{index}]")
+        elif isinstance(node, float):
+            yield key, node
+
+    for key, value in floats(config, ""):
+        if not math.isfinite(value):
+            yield f"{key}: got {value}, allowed: a finite number"
+
+
+def _ranges(config: RunConfig) -> Iterator[str]:
+    for rule, section, names, remedy in RANGES:
+        for name in names.split():
+            value = _get(config, f"{section}.{name}")
+            if not rule.holds(value):
+                advice = f"; {remedy}" if remedy else ""
+                yield f"{section}.{name}: got {show(value)}, allowed: {rule.allowed}{advice}"
+
+
+def _layout(config: RunConfig) -> Iterator[str]:
+    """This version trains data-parallel only."""
+    for key, allowed in _LAYOUT.items():
+        value = _get(config, key)
+        if value != allowed:
+            yield (
+                f"{key}: got {show(value)}, allowed: {show(allowed)}; this version trains data-parallel only, "
+                "on as many processes as torchrun starts"
+            )
+
+
+def _model(config: RunConfig) -> Iterator[str]:
+    model = config.model
+    if model.num_attention_heads % model.num_query_groups:
+        yield (
+            f"model.num_query_groups: got {model.num_query_groups}, allowed: a divisor of "
+            f"model.num_attention_heads={model.num_attention_heads}; each query group serves equally many heads"
+        )
+    if model.moe_router_topk > model.num_moe_experts:
+        yield (
+            f"model.moe_router_topk: got {model.moe_router_topk}, allowed: at most "
+            f"model.num_moe_experts={model.num_moe_experts}"
+        )
+
+
+def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
+    grpo, model = config.trainer.grpo, config.model
+    responses = grpo.num_prompts_per_grpo_step * grpo.samples_per_prompt
+    if grpo.optimizer_steps_per_rollout * model.global_batch_size != responses:
+        yield (
+            f"model.global_batch_size: got {model.global_batch_size}, which times "
+            f"trainer.grpo.optimizer_steps_per_rollout={grpo.optimizer_steps_per_rollout} must equal the "
+            f"{responses} responses of a rollout (trainer.grpo.num_prompts_per_grpo_step="
+            f"{grpo.num_prompts_per_grpo_step} x trainer.grpo.samples_per_prompt={grpo.samples_per_prompt}); "
+            + _batch_advice(responses, grpo.optimizer_steps_per_rollout)
+        )
+    processes = f"the number of data-parallel processes ({world_size})"
+    if model.global_batch_size % (model.micro_batch_size * world_size):
+        yield (
+            f"model.global_batch_size: got {model.global_batch_size}, allowed: a multiple of "
+            f"model.micro_batch_size={model.micro_batch_size} times {processes}; lower model.micro_batch_size"
+        )
+    if config.trainer.sft.max_steps and model.sft.global_batch_size % world_size:
+        yield f"model.sft.global_batch_size: got {model.sft.global_batch_size}, allowed: a multiple of {processes}"
+    if grpo.num_prompts_per_grpo_step % world_size:
+        yield (
+            f"trainer.grpo.num_prompts_per_grpo_step: got {grpo.num_prompts_per_grpo_step}, allowed: a multiple of "
+            f"{processes}; every process samples for equally many prompts"
+        )
+
+
+def _batch_advice(responses: int, optimizer_steps: int) -> str:
+    if responses % optimizer_steps == 0:
+        return f"set model.global_batch_size={responses // optimizer_steps}"
+    return f"choose trainer.grpo.optimizer_steps_per_rollout as a divisor of {responses}"
+
+
+def _lengths(config: RunConfig) -> Iterator[str]:
+    longest, context = config.model.grpo.length_params.max_length, config.model.encoder_seq_length
+    if longest >= context:
+        yield (
+            f"model.grpo.length_params.max_length: got {longest}, allowed: less than "
+            f"model.encoder_seq_length={context}, which holds the prompt and the response"
+        )
+
+
+def _optimizers(config: RunConfig) -> Iterator[str]:
+    optimizers: dict[str, OptimizerConfig] = {
+        "model.optim": config.model.optim,
+        "model.sft.optim": config.model.sft.optim,
+    }
+    for key, optim in optimizers.items():
+        if len(optim.betas) != 2 or not all(0 <= beta < 1 for beta in optim.betas):
+            yield f"{key}.betas: got {optim.betas}, allowed: two numbers in [0, 1), such as [0.9, 0.98]"
+        if optim.sched.min_lr > optim.lr:
+            yield f"{key}.sched.min_lr: got {optim.sched.min_lr}, allowed: at most {key}.lr={optim.lr}"
+
+
+def _data(config: RunConfig) -> Iterator[str]:
+    tokenizer, data = config.model.tokenizer, config.model.data
+    if tokenizer.library == "huggingface" and not tokenizer.type:
+        yield (
+            f"model.tokenizer.type: got {show(tokenizer.type)}, allowed: a tokenizer folder, "
+            "because model.tokenizer.library=huggingface"
+        )
+    if data.synthetic.min_digits > data.synthetic.max_digits:
+        yield (
+            f"model.data.synthetic.min_digits: got {data.synthetic.min_digits}, allowed: at most "
+            f"model.data.synthetic.max_digits={data.synthetic.max_digits}"
+        )
+    try:
+        names = {name for _, name, _, _ in string.Formatter().parse(data.prompt_template) if name is not None}
+    except ValueError:
+        names = set()
+    if names != {"question"}:
+        yield (
+            f"model.data.prompt_template: got {data.prompt_template!r}, allowed: a text with the one placeholder "
+            "{question}; write {{ and }} for braces"
+        )
+
+
+def _objective(config: RunConfig) -> None:
+    """The objective's name and options, by its own rules. Last, because it imports torch."""
+    from nemo_sspo.objective import build_objective
+
+    build_objective(dataclasses.asdict(config.model.grpo.objective))
+
+
+def _get(config: RunConfig, key: str) -> Any:
+    node: Any = config
+    for name in key.split("."):
+        node = getattr(node, name)
+    return node

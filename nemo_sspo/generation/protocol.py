@@ -1,0 +1,56 @@
+"""What the trainer asks of a generation engine, whichever it is."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to continue a prompt.
+
+    `temperature` 0 is greedy. A response ends after `stop_id` (which it includes) or after `max_tokens`. The ids in
+    `forbidden_ids` (padding: no response contains it) are never chosen; the others keep their proportions.
+    """
+
+    max_tokens: int
+    temperature: float
+    stop_id: int
+    forbidden_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class GenerationOutput:
+    """One response: its tokens, the engine's log-probability of each at the sampling temperature, how it ended.
+
+    `routes` is ``[tokens, L, K]`` (experts chosen by token and MoE layer) from an engine that records them.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finished: bool  # ended with stop_id; False: cut at max_tokens
+    routes: Tensor | None = None
+
+
+class GenerationEngine(Protocol):
+    """Continues prompts with the weights that it was last given."""
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
+    ) -> list[GenerationOutput]:
+        """One response a prompt. A response depends on its prompt and its seed, not on what it is batched with."""
+        ...
+
+    def refit(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take the policy's current weights. An engine that shares them with the trainer has nothing to do."""
+        ...
+
+
+def sample_seed(*parts: int | str) -> int:
+    """A 63-bit seed from its parts (run seed, step, row, ...): the same on every rank and machine."""
+    return random.Random("/".join(map(str, parts))).getrandbits(63)

@@ -1,0 +1,5 @@
+"""The policy network: Megatron-Core's layers in Qwen3's shape."""
+
+from nemo_sspo.model.builder import build_model, parameter_count, transformer_config
+
+__all__ = ["build_model", "parameter_count", "transformer_config"]

@@ -1,0 +1,57 @@
+"""Start and end of the process group, and Megatron-Core's groups as explicit arguments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from nemo_sspo.compat import megatron_cpu
+from nemo_sspo.config.schema import ModelConfig
+
+
+def world_size() -> int:
+    """Processes of this run, as ``torchrun`` or Slurm's launcher set it; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def rank() -> int:
+    """This process's number in the run."""
+    return int(os.environ.get("RANK", "0"))
+
+
+@contextmanager
+def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[ProcessGroupCollection]:
+    """Megatron-Core's process groups for the layout in `model`, over gloo on CPU and NCCL on GPU.
+
+    Without a launcher a single process is a world of one, with no port and no rendezvous.
+    """
+    megatron_cpu.install()
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    timeout = timedelta(minutes=timeout_minutes)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+    try:
+        parallel_state.initialize_model_parallel(
+            tensor_model_parallel_size=model.tensor_model_parallel_size,
+            pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+            context_parallel_size=model.context_parallel_size,
+            expert_model_parallel_size=model.expert_model_parallel_size,
+            expert_tensor_parallel_size=1,
+            create_gloo_process_groups=False,
+            distributed_timeout_minutes=timeout_minutes,
+        )
+        yield ProcessGroupCollection.use_mpu_process_groups()
+    finally:
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()

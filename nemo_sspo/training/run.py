@@ -1,0 +1,183 @@
+"""A training run from its config to its report."""
+
+from __future__ import annotations
+
+import contextlib
+import platform
+import subprocess
+import sys
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from nemo_sspo.config import load_run_config
+from nemo_sspo.config.resolve import to_yaml
+from nemo_sspo.config.schema import RunConfig
+from nemo_sspo.data import build_datasets, build_tokenizer
+from nemo_sspo.data.tokenizer import Tokenizer
+from nemo_sspo.errors import UserError
+from nemo_sspo.generation.native import NativeEngine
+from nemo_sspo.model import build_model
+from nemo_sspo.report import write_report
+from nemo_sspo.report.jsonl import read_lines
+from nemo_sspo.training.actor import Actor
+from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints
+from nemo_sspo.training.distributed import process_groups, rank, world_size
+from nemo_sspo.training.recorder import VALIDATION, RunRecorder
+from nemo_sspo.training.stop import EXIT_RESUMABLE, stop_on_signals
+from nemo_sspo.training.trainer import Trainer
+
+# What may differ between a run and its continuation: how long, how often, where, how cut; never what is computed.
+_MAY_CHANGE = (
+    "trainer.num_nodes",
+    "trainer.devices",
+    "trainer.grpo.max_steps",
+    "trainer.grpo.generation_rollout_mbs",
+    "trainer.grpo.val_",
+    "trainer.grpo.save_interval",
+    "trainer.grpo.num_logged_samples",
+    "exp_manager.",
+    "model.micro_batch_size",
+    "model.grpo.forward_micro_batch_size",
+)
+
+
+def run_training(config: RunConfig) -> int:
+    """Train as `config` says; returns the exit status: 0 done, 75 stopped on a signal and resumable.
+
+    Every process of the run calls it. Nothing is written before the data are read and the run's folder is understood.
+    """
+    run_dir = Path(config.exp_manager.explicit_log_dir)
+    tokenizer = build_tokenizer(config.model.tokenizer)
+    datasets = build_datasets(
+        config.model.data,
+        tokenizer,
+        seed=config.model.seed,
+        encoder_seq_length=config.model.encoder_seq_length,
+        max_response_length=config.model.grpo.length_params.max_length,
+    )
+    _check_data(config, datasets)
+    checkpoint = find_checkpoint(config, run_dir)
+    with contextlib.ExitStack() as stack:
+        stop = stack.enter_context(stop_on_signals())
+        groups = stack.enter_context(process_groups(config.model))
+        actor, engine = build_policy(config, tokenizer, groups)
+        recorder = None
+        if rank() == 0:
+            recorder = RunRecorder(run_dir, tensorboard=config.exp_manager.create_tensorboard_logger)
+            stack.enter_context(recorder)
+            recorder.start(to_yaml(config), environment(config))
+        trainer = Trainer(config, actor, engine, tokenizer, datasets, groups, run_dir, stop, recorder)
+        finished = trainer.fit(checkpoint)
+        if recorder is not None:
+            if finished:
+                recorder.summary(summary(run_dir, config, trainer))
+            _say_where(run_dir, finished, stop.signal_name)
+    return 0 if finished else EXIT_RESUMABLE
+
+
+def build_policy(config: RunConfig, tokenizer: Tokenizer, groups: Any) -> tuple[Actor, NativeEngine]:
+    """The actor, and the engine that generates with its weights."""
+    model = build_model(config.model, tokenizer.vocab_size, groups, config.trainer.precision)
+    actor = Actor(model, groups, config.model.micro_batch_size)
+    engine = NativeEngine(model, config.model.encoder_seq_length, config.trainer.grpo.generation_rollout_mbs)
+    return actor, engine
+
+
+def find_checkpoint(config: RunConfig, run_dir: Path) -> Checkpoint | None:
+    """The newest checkpoint of the run in `run_dir`, or None to start anew.
+
+    Raises:
+        UserError: the folder holds another run, or it holds one and ``exp_manager.resume_if_exists`` is false.
+    """
+    if not (run_dir / "config.yaml").is_file():
+        return None
+    if not config.exp_manager.resume_if_exists:
+        raise UserError(
+            f"exp_manager.explicit_log_dir: {run_dir} holds a run and exp_manager.resume_if_exists is false; choose "
+            "another folder, delete this one, or set exp_manager.resume_if_exists=true to continue it"
+        )
+    before, now = _flat(asdict(load_run_config(run_dir))), _flat(asdict(config))
+    changed = [key for key in now if before.get(key) != now[key] and not key.startswith(_MAY_CHANGE)]
+    if changed:
+        differences = ", ".join(f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in changed)
+        raise UserError(
+            f"exp_manager.explicit_log_dir: {run_dir} holds a run of another config ({differences}); choose another "
+            "folder, delete this one, or set the keys back to continue it"
+        )
+    checkpoints = list_checkpoints(run_dir / "checkpoints")
+    return checkpoints[-1] if checkpoints else None
+
+
+def environment(config: RunConfig) -> dict[str, Any]:
+    """What the run ran on: versions, git revision, layout, command."""
+    versions = {"python": platform.python_version()}
+    for package in ("nemo-sspo", "torch", "megatron-core", "transformer-engine", "tensorrt-llm", "transformers"):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[package] = version(package)
+    model = config.model
+    return {
+        "versions": versions,
+        "git_revision": _git_revision(),
+        "layout": {
+            "world_size": world_size(),
+            "tensor_model_parallel_size": model.tensor_model_parallel_size,
+            "pipeline_model_parallel_size": model.pipeline_model_parallel_size,
+            "expert_model_parallel_size": model.expert_model_parallel_size,
+            "context_parallel_size": model.context_parallel_size,
+        },
+        "platform": platform.platform(),
+        "command": sys.argv,
+    }
+
+
+def summary(run_dir: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any]:
+    """The numbers of summary.json. pass@1 is greedy, on the test split, which nothing else looks at."""
+    records = [record for _, record in read_lines(run_dir / VALIDATION) if record["split"] == "test"]
+    first, last = records[0], records[-1]
+    grpo, position = config.trainer.grpo, trainer.position
+    responses = position.rollout * grpo.num_prompts_per_grpo_step * grpo.samples_per_prompt
+    return {
+        "cold_start_pass_at_1": first["pass_at_1"],
+        "final_pass_at_1": last["pass_at_1"],
+        "lift": last["pass_at_1"] - first["pass_at_1"],
+        "cold_start_think_fraction": first["think_fraction"],
+        "final_think_fraction": last["think_fraction"],
+        "final_sampled_accuracy": last["sampled_accuracy"],
+        "grpo_steps": position.rollout,
+        "optimizer_steps": position.step,
+        "cold_start_steps": position.cold_start_step,
+        "responses": responses,
+        "samples_per_second": responses / position.seconds if position.seconds else None,
+        "seconds": position.seconds,
+    }
+
+
+def _say_where(run_dir: Path, finished: bool, signal_name: str | None) -> None:
+    report = write_report(run_dir)
+    if finished:
+        print(f"Done. Report: {report}")
+    else:
+        why = f"Stopped on {signal_name}" if signal_name else "Stopped: another process was asked to"
+        print(f"{why}; everything is saved in {run_dir}. To go on, run the same command again.")
+
+
+def _check_data(config: RunConfig, datasets: Any) -> None:
+    if config.trainer.sft.max_steps and not datasets.sft:
+        raise UserError(
+            f"trainer.sft.max_steps: got {config.trainer.sft.max_steps}, but no training problem has a worked response to "
+            'learn from; give model.data.data_prefix.sft, add "response" to the lines, or set trainer.sft.max_steps=0'
+        )
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(node, dict):
+        return {prefix: node}
+    return {k: v for name, value in node.items() for k, v in _flat(value, f"{prefix}.{name}" if prefix else name).items()}
+
+
+def _git_revision() -> str | None:
+    here = Path(__file__).parent
+    result = subprocess.run(["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False)
+    return result.stdout.strip() or None
