@@ -27,7 +27,7 @@ setup: $(STAMP) ## create .venv with everything that runs without a GPU (about t
 $(STAMP): pyproject.toml .ci/constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13))' || \
 		{ echo "make setup: $(PYTHON) is not Python 3.11 or 3.12; name one: make setup PYTHON=python3.11" >&2; exit 2; }
-	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@test -x $(BIN)/pip || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c .ci/constraints.txt -e '.[cpu,dev]'
 	@touch $@
 

@@ -83,9 +83,6 @@ def _eval(arguments: argparse.Namespace) -> int:
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    for folder in arguments.runs:
-        if not folder.is_dir():
-            raise UserError(f"{folder}: no such folder; give the folder of a run")
     from nemo_sspo.report import write_comparison, write_report
 
     if len(arguments.runs) > 1:

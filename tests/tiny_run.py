@@ -12,7 +12,10 @@ from tests.tiny import TINY
 
 SMALL = (
     *TINY,
-    "trainer.sft.max_steps=4",
+    "trainer.sft.max_steps=20",  # enough that some responses earn something, and advantages are not all zero
+    "model.sft.optim.lr=2e-2",
+    "model.sft.optim.sched.warmup_steps=0",
+    "model.optim.lr=1e-3",
     "trainer.grpo.max_steps=3",
     "trainer.grpo.num_prompts_per_grpo_step=4",
     "trainer.grpo.samples_per_prompt=4",
@@ -46,7 +49,14 @@ def environment() -> dict[str, str]:
 
 def start(run_dir: Path, *overrides: str, processes: int = 1) -> subprocess.Popen:
     """A small training run in the background."""
-    arguments = ["train", "--config-name", "tiny_moe_cpu", f"exp_manager.explicit_log_dir={run_dir}", *SMALL, *overrides]
+    arguments = [
+        "train",
+        "--config-name",
+        "tiny_moe_cpu",
+        f"exp_manager.explicit_log_dir={run_dir}",
+        *SMALL,
+        *overrides,
+    ]
     return subprocess.Popen(
         command(*arguments, processes=processes),
         env=environment(),

@@ -1,8 +1,8 @@
 """Megatron-Core on a machine without a GPU.
 
-What: the modules of ``megatron.core`` see a ``torch`` whose CUDA device is the CPU. Only the name ``torch`` inside those
-modules is rebound, to a thin proxy; the real ``torch`` and ``torch.cuda`` that everyone else uses stay as they are,
-and nothing runs per operation (a ``TorchFunctionMode`` that redirects devices costs about a third of a small model's step).
+What: the modules of ``megatron.core`` see a ``torch`` whose CUDA device is the CPU. Only the name ``torch`` inside
+those modules is rebound, to a thin proxy; the real ``torch`` and ``torch.cuda`` that everyone else uses stay as they
+are, and nothing runs per operation, as a ``TorchFunctionMode`` that redirects devices would.
 
 Versions: megatron-core 0.16.1 (`SUPPORTED`), torch >= 2.6.
 Why, one by one:
@@ -11,6 +11,7 @@ Why, one by one:
 * ``torch.cuda`` streams, events and RNG states are used without asking whether there is a device.
 * gradient clipping asserts ``grad.type() == 'torch.cuda.FloatTensor'`` (`clip_grads.py`).
 * without Transformer Engine, `moe_utils.py` never defines ``te_general_gemm`` but reads it in the router's forward.
+* at import it warns of each fused kernel that is absent, some twenty lines; those warnings are silenced.
 * ``jit_fuser`` is ``torch.compile``; on a CPU it needs a C++ compiler and a minute for what it saves.
 
 When it can go: when Megatron-Core takes its device from its configuration. `tests/unit/compat` fails when a patch
@@ -22,12 +23,17 @@ from __future__ import annotations
 import contextlib
 import inspect
 import sys
+import warnings
 from types import ModuleType
 from typing import Any
 
 import torch
 
 SUPPORTED = "0.16.1"
+# In force from this module's import on, so the packages that import Megatron-Core import this one first.
+warnings.filterwarnings("ignore", message=".*Falling back to", category=UserWarning)
+warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
+
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros", "as_tensor")
 
@@ -52,9 +58,9 @@ class _NullStream:
 class _Proxy(ModuleType):
     """A module whose names are those of another, but for the ones that are set on it."""
 
-    def __init__(self, target: ModuleType) -> None:
+    def __init__(self, target: ModuleType, **names: Any) -> None:
         super().__init__(target.__name__)
-        self.__dict__["_target"] = target
+        self.__dict__.update(names, _target=target)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_target"], name)
@@ -73,28 +79,30 @@ def _on_cpu(factory: Any) -> Any:
 
 
 def _cuda_proxy() -> _Proxy:
-    cuda = _Proxy(torch.cuda)
     stream = _NullStream()
-    cuda.current_device = lambda: _CPU
-    cuda.synchronize = cuda.empty_cache = lambda *args, **kwargs: None
-    cuda.Stream = cuda.Event = _NullStream
-    cuda.current_stream = cuda.default_stream = lambda *args, **kwargs: stream
-    cuda.stream = lambda *args, **kwargs: contextlib.nullcontext()
-    cuda.manual_seed = torch.manual_seed
-    cuda.get_rng_state = lambda *args, **kwargs: torch.get_rng_state()
-    cuda.set_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    random = _Proxy(torch.cuda.random)
-    random.get_rng_state, random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
-    cuda.random = random
-    return cuda
+    rng_state = {
+        "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
+        "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
+    }
+    return _Proxy(
+        torch.cuda,
+        current_device=lambda: _CPU,
+        synchronize=lambda *args, **kwargs: None,
+        empty_cache=lambda: None,
+        Stream=_NullStream,
+        Event=_NullStream,
+        current_stream=lambda *args, **kwargs: stream,
+        default_stream=lambda *args, **kwargs: stream,
+        stream=lambda *args, **kwargs: contextlib.nullcontext(),
+        manual_seed=torch.manual_seed,
+        random=_Proxy(torch.cuda.random, **rng_state),
+        **rng_state,
+    )
 
 
 def _torch_proxy() -> _Proxy:
-    proxy = _Proxy(torch)
-    for name in _FACTORIES:
-        setattr(proxy, name, _on_cpu(getattr(torch, name)))
-    proxy.cuda = _cuda_proxy()
-    return proxy
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _Proxy(torch, cuda=_cuda_proxy(), **factories)
 
 
 def _clip_grad_by_total_norm_fp32(
@@ -131,9 +139,10 @@ def install() -> bool:
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
 
-    proxy = next(
-        (m.torch for n, m in sys.modules.items() if n.startswith("megatron.core") and _is_proxy(m)), None
-    ) or _torch_proxy()
+    proxy = (
+        next((m.torch for n, m in sys.modules.items() if n.startswith("megatron.core") and _is_proxy(m)), None)
+        or _torch_proxy()
+    )
     for name, module in list(sys.modules.items()):
         if name.startswith("megatron.core") and getattr(module, "torch", None) is torch:
             module.torch = proxy  # type: ignore[attr-defined]

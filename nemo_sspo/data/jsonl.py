@@ -41,10 +41,8 @@ def _parse_line(line: bytes, source: str) -> Problem:
         row = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise UserError(f"{source}: not UTF-8 at byte {error.start}; save the file as UTF-8") from None
-    except (json.JSONDecodeError, RecursionError) as error:
-        reason = (
-            f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else "nested too deep"
-        )
+    except (ValueError, RecursionError) as error:
+        reason = f"{error.msg} at column {error.colno}" if isinstance(error, json.JSONDecodeError) else str(error)
         raise UserError(
             f"{source}: not JSON ({reason}); each line must be one object with question and answer"
         ) from None
@@ -64,7 +62,8 @@ def _text(row: dict, key: str, source: str, numbers: bool = False) -> str:
     if key not in row:
         raise UserError(f"{source}: no key {key!r}, only {', '.join(map(repr, row)) or 'none at all'}; add it")
     value = row[key]
-    if numbers and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    is_number = type(value) is int or (isinstance(value, float) and math.isfinite(value))  # True is an int, too
+    if numbers and is_number:
         return str(value)
     if not isinstance(value, str):
         allowed = "a text or a number" if numbers else "a text"

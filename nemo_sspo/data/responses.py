@@ -50,6 +50,13 @@ class ResponseBatch:
         """Response tokens in the batch."""
         return int(self.response_lengths.sum())
 
+    def to(self: BatchT, device: torch.device) -> BatchT:
+        """The same batch with its tensors on `device`."""
+        moved = {
+            f.name: getattr(self, f.name).to(device) for f in fields(self) if isinstance(getattr(self, f.name), Tensor)
+        }
+        return replace(self, **moved)
+
     def select(self: BatchT, rows: Tensor | slice) -> BatchT:
         """The rows given, without the padding columns that none of them needs."""
         picked: dict = {}

@@ -34,12 +34,10 @@ _RATIO = re.compile(
 _UNIT = re.compile(r"\s*\\(?:text|mathrm)\s*\{[^{}]*\}$")
 _WORD = re.compile(r"[A-Za-z][A-Za-z'-]*")
 _NO_ANSWER = {"nan", "null"}  # what tables write where they have nothing
-# Long runs of letters that are no LaTeX command and no function, and words that join two answers.
-_PROSE = re.compile(
-    r"(?<![\\A-Za-z])(?!(?:sqrt|frac|sinh|cosh|tanh|asin|acos|atan|arcsin|arccos|arctan)\b)[A-Za-z]{4,}"
-    r"|\b(?:or|and)\b",
-    re.IGNORECASE,
-)
+# Where an expression would end and another begin: `math_verify` would take the one it likes.
+_DELIMITER = re.compile(r"(?<!\\)\$|\\[][()]")
+# Long runs of letters that are no LaTeX command and no function: not a gold answer, but a sentence.
+_PROSE = re.compile(r"(?<![\\A-Za-z])(?!(?:sqrt|frac|sinh|cosh|tanh|arcsin|arccos|arctan)\b)[A-Za-z]{4,}")
 
 
 @dataclass(frozen=True)
@@ -76,9 +74,7 @@ def answer_reward(response: str, gold: str) -> float:
         return float(_same_number(wanted, _number(answer)))
     if _WORD.fullmatch(gold):
         return float(answer.casefold() == gold.casefold())
-    if _is_prose(answer):
-        return 0.0
-    return float(verifier.equal(gold, answer))
+    return float(not _DELIMITER.search(answer) and verifier.equal(gold, answer))
 
 
 def parse_gold(text: str) -> str:
@@ -96,7 +92,8 @@ def parse_gold(text: str) -> str:
     plain = _normalise(gold)
     if _number(plain) is not None or (_WORD.fullmatch(plain) and plain.casefold() not in _NO_ANSWER):
         return gold
-    if not plain or _WORD.fullmatch(plain) or _is_prose(plain) or not verifier.is_expression(plain):
+    prose = _DELIMITER.search(plain) or _PROSE.search(_UNIT.sub("", plain))
+    if not plain or _WORD.fullmatch(plain) or prose or not verifier.is_expression(plain):
         raise UserError(f"the answer {shown!r} can't be verified; {allowed}")
     return gold
 
@@ -115,13 +112,13 @@ def _normalise(text: str) -> str:
 
 
 def _is_closed(text: str) -> bool:
-    """Whether what a wrapper held is one piece: ``1}+\\boxed{2`` and ``x$ or $y`` are not."""
+    """Whether the braces in what a wrapper held belong together: in ``e}+\\text{x`` they do not."""
     depth = 0
     for character in text:
         depth += (character == "{") - (character == "}")
         if depth < 0:
             return False
-    return depth == 0 and "$" not in text.replace(r"\$", "")
+    return True
 
 
 def _number(text: str) -> _Number | None:
@@ -143,7 +140,3 @@ def _same_number(wanted: _Number, given: _Number | None) -> bool:
         return False
     undivided = given.is_ratio and not wanted.is_ratio and wanted.value.denominator == 1
     return not undivided
-
-
-def _is_prose(text: str) -> bool:
-    return "$" in text.replace(r"\$", "") or _PROSE.search(re.sub(r"\\text\s*\{[^{}]*\}", "", text)) is not None

@@ -96,7 +96,8 @@ class NativeEngine:
             if keep.float().mean() < _COMPACT_BELOW:
                 live = live[keep]
                 _keep_rows(context, keep)
-        return [_output(tokens[i], logprobs[i], lengths[i], int(ends[i]), sampling.stop_id) for i in range(len(prompts))]
+        bounds = enumerate(zip(lengths, ends.tolist(), strict=True))
+        return [_output(tokens[i], logprobs[i], start, end, sampling.stop_id) for i, (start, end) in bounds]
 
     def _forward(self, context: StaticInferenceContext, tokens: Tensor) -> Tensor:
         """Logits ``[rows, V]`` float32 after `tokens` ``[rows, n]``, which are appended to the cache."""

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
-
-with warnings.catch_warnings():
-    # Without Apex and Transformer Engine Megatron-Core says at import that it falls back to PyTorch: that is intended here.
-    warnings.simplefilter("ignore")
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-    from megatron.core.models.gpt.gpt_model import GPTModel
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-    from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
@@ -72,9 +66,7 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
     )
 
 
-def build_model(
-    model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, precision: str = "32"
-) -> GPTModel:
+def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, precision: str = "32") -> GPTModel:
     """This rank's part of the policy, with weights drawn from ``model.seed``.
 
     `vocab_size` is the tokenizer's; the output is the logits ``[B, S, V]`` of every position, split over
@@ -96,7 +88,7 @@ def build_model(
         qk_layernorm=model.qk_layernorm,
         normalization=config.normalization,
     )
-    return GPTModel(
+    gpt = GPTModel(
         config=config,
         transformer_layer_spec=spec,
         vocab_size=vocab_size,
@@ -107,6 +99,7 @@ def build_model(
         rotary_base=model.rotary_base,  # type: ignore[arg-type]  (Megatron says int, computes with any number)
         pg_collection=groups,
     )
+    return gpt.cuda() if torch.cuda.is_available() else gpt
 
 
 def parameter_count(module: torch.nn.Module) -> int:

@@ -48,7 +48,9 @@ def check_values(
     if mask.dtype != torch.bool:
         bad["mask"] = (mask != 0) & (mask != 1)
     if cu_seqlens is not None:
-        bad["cu_seqlens"] = torch.cat([cu_seqlens[:1] != 0, cu_seqlens.diff() < 0, cu_seqlens[-1:] > mask.numel()])
+        beyond = (layout.mask & (layout.rows == advantages.numel())).any()[None].to(cu_seqlens.device)
+        too_long = cu_seqlens[-1:] > mask.numel()
+        bad["cu_seqlens"] = torch.cat([cu_seqlens[:1] != 0, cu_seqlens.diff() < 0, too_long, beyond])
     flags = torch.stack([flag.any().to(layout.mask.device) for flag in bad.values()])
     any_here = flags.any()
     any_at_all = any_here if layout.reduce is None else layout.reduce(any_here.float()) > 0
@@ -65,7 +67,10 @@ def _describe(name: str, bad: Tensor, values: Tensor | None, cu_seqlens: Tensor 
     assert values is not None
     count, first = int(bad.sum()), bad.nonzero()[0].tolist()
     if name == "cu_seqlens":
-        return f"cu_seqlens is {values.tolist()}: it must start at 0, never fall, and end at or before the last token."
+        return (
+            f"cu_seqlens is {values.tolist()}: it must start at 0, never fall, end at or before the last token, "
+            "and leave no token under the mask behind its end."
+        )
     value = values[tuple(first)].tolist()
     if name == "advantages":
         return f"advantages: {count} non-finite values, the first at row {first[0]}: {value}."

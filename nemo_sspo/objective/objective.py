@@ -159,7 +159,7 @@ class Objective:
         if self.check_finite:
             check_values(tokens, advantages, mask, cu_seqlens, layout)
         policy = layout.select(policy_logprobs)
-        advantages = torch.where(layout.lengths > 0, advantages.detach().to(dtype), 0.0)
+        advantages = advantages.detach().to(dtype)
         return Inputs(
             policy_logprobs=policy,
             log_ratio=policy - layout.select(old_logprobs.detach()),

@@ -13,7 +13,7 @@ from nemo_sspo.objective.statistics import Statistics
 
 @dataclass(frozen=True)
 class Inputs:
-    """One micro-batch, cleaned: float32 or float64, exact zeros off the mask, advantages of empty rows zero.
+    """One micro-batch, cleaned: float32 or float64, exact zeros off the mask.
 
     policy_logprobs: [tokens] log pi_theta, the only tensor with a gradient.
     log_ratio: [tokens] log pi_theta - log pi_old.

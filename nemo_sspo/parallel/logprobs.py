@@ -28,8 +28,7 @@ from torch.autograd.function import once_differentiable
 IGNORE_INDEX = -100
 """The target of padding: log-prob 0, entropy 0, no gradient."""
 
-DEFAULT_CHUNK_SIZE = 64
-
+_TILE_SIZE = 2**24  # logits in a tile where nobody asks for another size: 64 MiB in float32
 _LOWEST_LOG = -1e4  # instead of log 0 = -inf, whose product with a probability of 0 has to be 0
 _MM_HAS_OUT_DTYPE = "dtype" in torch.ops.aten.mm.overloads()  # torch >= 2.8
 
@@ -72,7 +71,7 @@ def linear_logprobs(
     weight: Tensor,
     targets: Tensor,
     tp_group: dist.ProcessGroup | None = None,
-    chunk_size: int = DEFAULT_CHUNK_SIZE,
+    chunk_size: int | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """The same as ``vocab_parallel_logprobs(hidden @ weight.T, ...)`` without ever holding those logits.
@@ -82,9 +81,9 @@ def linear_logprobs(
         weight: [V/tp, H], this rank's equal share of the output layer, in rank order; the dtype of ``hidden``.
         targets: [N], integer ids in [0, V), the same on every rank, or :data:`IGNORE_INDEX`.
         tp_group: tensor-parallel group; None: the vocabulary is whole.
-        chunk_size: how many rows' worth of logits may exist at a time, chunk_size * V/tp numbers. They are computed
-            as tiles of all N rows and a part of the vocabulary, again in the backward pass. It changes memory and
-            speed, not results.
+        chunk_size: at most this many rows' worth of logits exist at a time, chunk_size * V/tp numbers (and, for the
+            entropy, scratch of the same size); None: 2**24, 64 MiB in float32. They are computed as tiles of all
+            rows and a part of the vocabulary, again in the backward pass. It changes memory and speed, not results.
         temperature: divides the logits.
 
     Returns:
@@ -110,10 +109,11 @@ def linear_logprobs(
         )
     if hidden.dtype != weight.dtype:
         raise ValueError(f"hidden and weight must have one dtype: hidden {hidden.dtype}, weight {weight.dtype}")
-    if chunk_size < 1:
+    if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
     _check(targets, weight.shape[0], tp_group, temperature)
-    return _LinearLogprobs.apply(hidden, weight, targets.long(), tp_group, chunk_size, temperature)  # pyright: ignore
+    tile_size = _TILE_SIZE if chunk_size is None else chunk_size * weight.shape[0]
+    return _LinearLogprobs.apply(hidden, weight, targets.long(), tp_group, tile_size, temperature)  # pyright: ignore
 
 
 class _LogitsLogprobs(torch.autograd.Function):
@@ -140,12 +140,12 @@ class _LogitsLogprobs(torch.autograd.Function):
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tp_group: Any, chunk_size: int, temperature: float
+        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tp_group: Any, tile_size: int, temperature: float
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.first, ctx.temperature = _first_id(weight.shape[0], tp_group), temperature
-        ctx.tp_group, ctx.chunk_size = tp_group, chunk_size
-        tiles = _linear_tiles(_operand(hidden), weight, chunk_size, temperature)
+        ctx.tp_group, ctx.tile_size = tp_group, tile_size
+        tiles = _linear_tiles(_operand(hidden), weight, tile_size, temperature)
         logprobs, entropy, lse = _forward_walk(tiles, targets, ctx.first, tp_group, _accumulation_dtype(hidden))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         return logprobs, entropy
@@ -155,7 +155,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         inputs = _operand(hidden)
-        tiles = _linear_tiles(inputs, weight, ctx.chunk_size, ctx.temperature)
+        tiles = _linear_tiles(inputs, weight, ctx.tile_size, ctx.temperature)
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for columns, grad in _backward_walk(tiles, targets, ctx.first, ctx.temperature, lse, entropy, *grads):
@@ -178,22 +178,24 @@ _Tiles = Iterator[tuple[slice, Tensor]]
 
 def _logits_tiles(logits: Tensor, temperature: float) -> _Tiles:
     rows, vocab = logits.shape
-    for columns, tile in _buffers(rows, vocab, DEFAULT_CHUNK_SIZE * vocab // max(rows, 1), logits):
+    for columns, tile in _buffers(rows, vocab, _TILE_SIZE // max(rows, 1), logits):
         tile.copy_(logits[:, columns])
         yield columns, tile if temperature == 1.0 else tile.div_(temperature)
 
 
-def _linear_tiles(inputs: Tensor, weight: Tensor, chunk_size: int, temperature: float) -> _Tiles:
+def _linear_tiles(inputs: Tensor, weight: Tensor, tile_size: int, temperature: float) -> _Tiles:
     (rows, hidden), vocab = inputs.shape, weight.shape[0]
     # A tile of the weight, [width, H], is bounded like a tile of logits: it may be converted to float32.
-    for columns, tile in _buffers(rows, vocab, chunk_size * vocab // max(rows, hidden, 1), weight):
+    for columns, tile in _buffers(rows, vocab, tile_size // max(rows, hidden, 1), weight):
         _matmul(inputs, _operand(weight[columns]).T, out=tile)
         yield columns, tile if temperature == 1.0 else tile.div_(temperature)
 
 
 def _buffers(rows: int, vocab: int, width: int, like: Tensor) -> _Tiles:
-    """Slices of the vocabulary and views of one reused buffer; widths that matrix kernels like where there is room."""
-    width = min(vocab, width - width % 128 if width > 128 else max(width, 1))
+    """Slices of the vocabulary and views of one reused buffer."""
+    if width > 128:
+        width -= width % 128  # matrix kernels like multiples
+    width = min(max(width, 1), vocab)
     buffer = like.new_empty(rows, width, dtype=_accumulation_dtype(like))
     for start in range(0, vocab, width):
         stop = min(start + width, vocab)

@@ -13,7 +13,9 @@ Group = dist.ProcessGroup
 
 def _device(group: Group) -> torch.device:
     """Where the group's backend wants its tensors."""
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
 
 
 def local_share(rows: int, group: Group) -> slice:
@@ -33,10 +35,11 @@ def all_reduce(value: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tens
 def all_gather_rows(local: Tensor, group: Group, pad: float = 0) -> Tensor:
     """Rows of all ranks in rank order. Trailing sizes may differ by rank: they are padded with `pad` to the largest.
 
-    ``[b_r, ...] -> [sum b_r, ...]``. Not differentiable.
+    ``[b_r, ...] -> [sum b_r, ...]``, where the group's backend wants it (CPU for gloo). Not differentiable.
     """
     if group.size() == 1:
         return local
+    local = local.to(_device(group))
     shape = torch.tensor(local.shape, device=local.device)
     shapes = [torch.empty_like(shape) for _ in range(group.size())]
     dist.all_gather(shapes, shape, group=group)

@@ -36,8 +36,8 @@ class Outcome:
     @property
     def lift(self) -> float | None:
         """Absolute rise of pass@1; None while one of the two is missing."""
-        values = [None if record is None else record["pass_at_1"] for record in (self.before, self.after)]
-        return None if None in values else values[1] - values[0]
+        first, last = (self.before or {}).get("pass_at_1"), (self.after or {}).get("pass_at_1")
+        return None if first is None or last is None else last - first
 
 
 @dataclass(frozen=True)

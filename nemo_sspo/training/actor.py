@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -18,6 +18,7 @@ from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
@@ -50,7 +51,7 @@ class Actor:
     the distribution sampled from.
     """
 
-    def __init__(self, model: torch.nn.Module, groups: ProcessGroupCollection, micro_batch_size: int) -> None:
+    def __init__(self, model: MegatronModule, groups: ProcessGroupCollection, micro_batch_size: int) -> None:
         megatron_cpu.install()
         self.groups = groups
         self.micro_batch_size = micro_batch_size
@@ -61,9 +62,14 @@ class Actor:
         self.model.broadcast_params()
 
     @property
-    def module(self) -> torch.nn.Module:
+    def device(self) -> torch.device:
+        """Where the weights are. Batches come from the CPU, and results go back there."""
+        return next(self.model.parameters()).device
+
+    @property
+    def module(self) -> MegatronModule:
         """The bare Megatron-Core model."""
-        return self.model.module
+        return cast(MegatronModule, self.model.module)
 
     def set_optimizer(self, options: OptimizerConfig, clip_grad: float, total_steps: int) -> None:
         """A fresh optimizer and learning-rate schedule for a stage of `total_steps` optimizer steps."""
@@ -97,9 +103,7 @@ class Actor:
             wd_incr_style="constant",
         )
 
-    def logprobs(
-        self, batch: ResponseBatch, micro_batch_size: int, temperature: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
+    def logprobs(self, batch: ResponseBatch, micro_batch_size: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the responses in a *local* batch, ``[b, T]`` each, without gradient."""
         if not len(batch):
             return torch.zeros(0, 0), torch.zeros(0, 0)
@@ -112,7 +116,7 @@ class Actor:
         with torch.no_grad():
             parts = self._schedule(batch, micro_batch_size, outputs, forward_only=True)
         self.model.train(was_training)
-        return _stack_rows([p[0] for p in parts]), _stack_rows([p[1] for p in parts])
+        return _stack_rows([p[0] for p in parts]).cpu(), _stack_rows([p[1] for p in parts]).cpu()
 
     def step(self, batch: ResponseBatch, loss_function: LossFunction, temperature: float = 1.0) -> StepResult:
         """One optimizer step on a *global* batch; each data-parallel rank takes its contiguous share of the rows.
@@ -139,14 +143,14 @@ class Actor:
         if not torch.isfinite(torch.tensor(total)):
             raise FloatingPointError(f"the loss of this step is {total}; the weights are unchanged")
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = self.optimizer.step()
+        _, grad_norm, _ = cast(tuple, self.optimizer.step())
         self.scheduler.step(increment=1)
         return StepResult(
             loss=total,
             grad_norm=float(grad_norm or 0.0),
             learning_rate=learning_rate,
-            policy_logprobs=all_gather_rows(_stack_rows([p[1] for p in parts]), dp),
-            entropy=all_gather_rows(_stack_rows([p[2] for p in parts]), dp),
+            policy_logprobs=all_gather_rows(_stack_rows([p[1] for p in parts]), dp).cpu(),
+            entropy=all_gather_rows(_stack_rows([p[2] for p in parts]), dp).cpu(),
         )
 
     def _response_logprobs(self, logits: Tensor, piece: ResponseBatch, temperature: float) -> tuple[Tensor, Tensor]:
@@ -160,12 +164,12 @@ class Actor:
         pieces = batch.split(micro_batch_size)
 
         def forward_step(pieces: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
-            piece = next(pieces)
+            piece = next(pieces).to(self.device)
             positions = torch.arange(piece.tokens.shape[1], device=piece.tokens.device).expand_as(piece.tokens)
             return model(piece.tokens, positions, None), partial(function, piece)
 
         schedule = get_forward_backward_func(pp_size=self.groups.pp.size(), vp_size=None)
-        return schedule(
+        results: list = schedule(  # type: ignore[assignment]  (declared to return nothing)
             forward_step_func=forward_step,
             data_iterator=iter(pieces),
             model=[self.model],
@@ -176,6 +180,7 @@ class Actor:
             collect_non_loss_data=forward_only,
             pg_collection=self.groups,
         )
+        return results
 
 
 def _stack_rows(parts: list[Tensor]) -> Tensor:

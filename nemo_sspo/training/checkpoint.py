@@ -2,8 +2,8 @@
 
     checkpoints/step_000100/   model.safetensors   optimizer.pt   state.json
 
-`step_NNNNNN` counts GRPO steps; one from within the cold start is `cold_start_NNNNNN`. Nothing random is saved: every draw
-comes from the run's seed and its step. Written by rank 0 (data-parallel ranks hold the same weights), read by all.
+`step_NNNNNN` counts GRPO steps; one from within the cold start is `cold_start_NNNNNN`. Nothing random is saved: every
+draw comes from the run's seed and its step. Written by rank 0 (data-parallel ranks hold the same weights), read by all.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def save_checkpoint(
     optimizer_state: Any,
     keep: int,
 ) -> Path:
-    """Write a checkpoint under another name, make it durable, rename it, then drop all but the newest `keep` (-1: none)."""
+    """Write a checkpoint under another name, make it durable, rename it, and keep the newest `keep` (-1: all)."""
     name = position.folder if stage == "grpo" else f"cold_start_{position.cold_start_step:06d}"
     target, partial = folder / name, folder / f".{name}.partial"
     shutil.rmtree(partial, ignore_errors=True)
@@ -114,7 +114,8 @@ def load_model(checkpoint: Checkpoint, model: torch.nn.Module, shape: dict[str, 
     try:
         tensors = load_file(checkpoint.path / "model.safetensors")
     except (OSError, SafetensorError) as error:
-        raise UserError(f"{checkpoint.path / 'model.safetensors'}: can't be read ({error}); delete that folder") from None
+        path = checkpoint.path / "model.safetensors"
+        raise UserError(f"{path}: can't be read ({error}); delete that checkpoint folder") from None
     own = _tensors(model)
     wrong = sorted(set(own) ^ set(tensors)) or [n for n in own if own[n].shape != tensors[n].shape]
     if wrong:

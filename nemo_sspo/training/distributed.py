@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
+from nemo_sspo.errors import UserError
+
+T = TypeVar("T")
 
 
 def world_size() -> int:
@@ -26,6 +30,24 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup) -> T | None:
+    """Run `action` on rank 0 only (None elsewhere). What it refuses, every rank refuses: none waits for the others.
+
+    Raises:
+        UserError: `action` raised it on rank 0. A collective: all ranks of `group` call it.
+    """
+    result, message = None, [None]
+    if rank() == 0:
+        try:
+            result = action()
+        except UserError as error:
+            message = [str(error)]
+    dist.broadcast_object_list(message, src=0, group=group)
+    if message[0] is not None:
+        raise UserError(message[0])
+    return result
+
+
 @contextmanager
 def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[ProcessGroupCollection]:
     """Megatron-Core's process groups for the layout in `model`, over gloo on CPU and NCCL on GPU.
@@ -36,6 +58,10 @@ def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[Pr
     backend = "nccl" if torch.cuda.is_available() else "gloo"
     if torch.cuda.is_available():
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    elif "OMP_NUM_THREADS" not in os.environ:
+        # As under torchrun. Operators of a small model are too short to share: on a busy machine OpenMP's threads wait
+        # for each other and a run takes ten times as long. OMP_NUM_THREADS decides for a larger one.
+        torch.set_num_threads(1)
     timeout = timedelta(minutes=timeout_minutes)
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, timeout=timeout)

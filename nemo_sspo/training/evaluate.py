@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 from nemo_sspo.config import load_run_config
 from nemo_sspo.config.resolve import shape_fields
 from nemo_sspo.data import build_datasets, build_tokenizer
 from nemo_sspo.errors import UserError
+from nemo_sspo.generation import sample_seed
 from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints, load_model, read_checkpoint
 from nemo_sspo.training.distributed import process_groups, rank
 from nemo_sspo.training.rollout import sampling_params
-from nemo_sspo.training.run import build_policy
+from nemo_sspo.training.run import build_policy, choose_accelerator
 from nemo_sspo.training.validation import answer_problems, validate
 
 
 def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: int) -> int:
     """Print pass@1 of a checkpoint (None: the newest) on a run's ``validation`` or ``test`` split, as one JSON object.
 
-    With `samples` above 0 that many greedy responses are printed first. Returns the exit status 0.
+    With `samples` N above 0 each problem is also answered N times at the run's temperature: ``mean_at_N`` is the share
+    of right answers, ``pass_at_N`` the share of problems with at least one. Returns the exit status 0.
 
     Raises:
         UserError: no such run, checkpoint or split.
     """
     config = load_run_config(run_dir)
+    choose_accelerator(config.trainer.accelerator)
     found = _checkpoint(run_dir, checkpoint)
     tokenizer = build_tokenizer(config.model.tokenizer)
     datasets = build_datasets(
@@ -42,12 +46,14 @@ def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: i
         actor, engine = build_policy(config, tokenizer, groups)
         load_model(found, actor.module, shape_fields(config.model))
         result = validate(engine, problems, tokenizer, sampling, groups.dp_cp, config.model.seed)
-        greedy = replace(sampling, temperature=0.0)
-        shown = answer_problems(engine, problems[:samples], tokenizer, greedy, groups.dp_cp, config.model.seed)
+        right = torch.zeros(samples, len(problems))
+        for i in range(samples):
+            seed = sample_seed(config.model.seed, "eval", i)
+            records = answer_problems(engine, problems, tokenizer, sampling, groups.dp_cp, seed)
+            right[i] = torch.tensor([r["answer"] for r in records])
+    if samples:
+        result |= {f"mean_at_{samples}": float(right.mean()), f"pass_at_{samples}": float(right.amax(0).mean())}
     if rank() == 0:
-        for record in shown:
-            mark = "right" if record["answer"] else "wrong"
-            print(f"{record['question']} {record['response']}  ({mark}; gold {record['gold']})")
         print(json.dumps({"run": str(run_dir), "checkpoint": found.path.name, "split": split} | result, indent=2))
     return 0
 
@@ -59,6 +65,7 @@ def _checkpoint(run_dir: Path, name: str | None) -> Checkpoint:
         if not found:
             raise UserError(f"{folder}: no checkpoint; train first")
         return found[-1]
-    if name not in [c.path.name for c in found]:
-        raise UserError(f"--checkpoint: got {name}, there are {', '.join(c.path.name for c in found) or 'none'} in {folder}")
+    names = [c.path.name for c in found]
+    if name not in names:
+        raise UserError(f"--checkpoint: got {name}, there are {', '.join(names) or 'none'} in {folder}")
     return read_checkpoint(folder / name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import platform
 import subprocess
 import sys
@@ -10,6 +11,8 @@ from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from nemo_sspo.config import load_run_config
 from nemo_sspo.config.resolve import to_yaml
@@ -23,7 +26,7 @@ from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
 from nemo_sspo.training.actor import Actor
 from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints
-from nemo_sspo.training.distributed import process_groups, rank, world_size
+from nemo_sspo.training.distributed import on_rank_zero, process_groups, world_size
 from nemo_sspo.training.recorder import VALIDATION, RunRecorder
 from nemo_sspo.training.stop import EXIT_RESUMABLE, stop_on_signals
 from nemo_sspo.training.trainer import Trainer
@@ -48,6 +51,7 @@ def run_training(config: RunConfig) -> int:
 
     Every process of the run calls it. Nothing is written before the data are read and the run's folder is understood.
     """
+    choose_accelerator(config.trainer.accelerator)
     run_dir = Path(config.exp_manager.explicit_log_dir)
     tokenizer = build_tokenizer(config.model.tokenizer)
     datasets = build_datasets(
@@ -63,11 +67,9 @@ def run_training(config: RunConfig) -> int:
         stop = stack.enter_context(stop_on_signals())
         groups = stack.enter_context(process_groups(config.model))
         actor, engine = build_policy(config, tokenizer, groups)
-        recorder = None
-        if rank() == 0:
-            recorder = RunRecorder(run_dir, tensorboard=config.exp_manager.create_tensorboard_logger)
+        recorder = on_rank_zero(lambda: open_recorder(config, run_dir), groups.dp_cp)
+        if recorder is not None:
             stack.enter_context(recorder)
-            recorder.start(to_yaml(config), environment(config))
         trainer = Trainer(config, actor, engine, tokenizer, datasets, groups, run_dir, stop, recorder)
         finished = trainer.fit(checkpoint)
         if recorder is not None:
@@ -77,12 +79,30 @@ def run_training(config: RunConfig) -> int:
     return 0 if finished else EXIT_RESUMABLE
 
 
+def choose_accelerator(name: str) -> None:
+    """Hide the GPUs from ``trainer.accelerator=cpu``; refuse ``gpu`` where there is none."""
+    if name == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    elif not torch.cuda.is_available():
+        raise UserError(
+            "trainer.accelerator: got gpu, but PyTorch finds no CUDA device; set trainer.accelerator=cpu, or install a "
+            "CUDA build of PyTorch and check nvidia-smi"
+        )
+
+
 def build_policy(config: RunConfig, tokenizer: Tokenizer, groups: Any) -> tuple[Actor, NativeEngine]:
     """The actor, and the engine that generates with its weights."""
     model = build_model(config.model, tokenizer.vocab_size, groups, config.trainer.precision)
     actor = Actor(model, groups, config.model.micro_batch_size)
     engine = NativeEngine(model, config.model.encoder_seq_length, config.trainer.grpo.generation_rollout_mbs)
     return actor, engine
+
+
+def open_recorder(config: RunConfig, run_dir: Path) -> RunRecorder:
+    """The run's folder, made if need be, with its config and environment."""
+    recorder = RunRecorder(run_dir, tensorboard=config.exp_manager.create_tensorboard_logger)
+    recorder.start(to_yaml(config), environment(config))
+    return recorder
 
 
 def find_checkpoint(config: RunConfig, run_dir: Path) -> Checkpoint | None:
@@ -101,7 +121,8 @@ def find_checkpoint(config: RunConfig, run_dir: Path) -> Checkpoint | None:
     before, now = _flat(asdict(load_run_config(run_dir))), _flat(asdict(config))
     changed = [key for key in now if before.get(key) != now[key] and not key.startswith(_MAY_CHANGE)]
     if changed:
-        differences = ", ".join(f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in changed)
+        shown = [f"{key} was {before.get(key)!r} and is {now[key]!r}" for key in changed[:4]]
+        differences = ", ".join(shown) + (f" and {len(changed) - 4} more keys" if len(changed) > 4 else "")
         raise UserError(
             f"exp_manager.explicit_log_dir: {run_dir} holds a run of another config ({differences}); choose another "
             "folder, delete this one, or set the keys back to continue it"
@@ -166,15 +187,15 @@ def _say_where(run_dir: Path, finished: bool, signal_name: str | None) -> None:
 def _check_data(config: RunConfig, datasets: Any) -> None:
     if config.trainer.sft.max_steps and not datasets.sft:
         raise UserError(
-            f"trainer.sft.max_steps: got {config.trainer.sft.max_steps}, but no training problem has a worked response to "
-            'learn from; give model.data.data_prefix.sft, add "response" to the lines, or set trainer.sft.max_steps=0'
+            f"trainer.sft.max_steps: got {config.trainer.sft.max_steps}, but no training problem has a worked response "
+            'to learn from; give model.data.data_prefix.sft, add "response" to the lines, or set trainer.sft.max_steps=0'
         )
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, dict):
-        return {prefix: node}
-    return {k: v for name, value in node.items() for k, v in _flat(value, f"{prefix}.{name}" if prefix else name).items()}
+        return {prefix.removesuffix("."): node}
+    return {key: leaf for name, value in node.items() for key, leaf in _flat(value, f"{prefix}{name}.").items()}
 
 
 def _git_revision() -> str | None:

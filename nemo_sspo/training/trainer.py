@@ -1,4 +1,4 @@
-"""The loop: cold start, then GRPO steps of one rollout and several optimizer steps each; validate, record, save, stop."""
+"""The loop: cold start, then GRPO steps of one rollout and several optimizer steps; validate, record, save, stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from nemo_sspo.config.resolve import shape_fields
 from nemo_sspo.config.schema import RunConfig
 from nemo_sspo.data.batches import prompt_indices
 from nemo_sspo.data.dataset import Datasets
-from nemo_sspo.data.responses import ResponseBatch
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.generation import GenerationEngine, sample_seed
 from nemo_sspo.objective import build_objective
@@ -61,9 +60,7 @@ class Trainer:
     def __post_init__(self) -> None:
         grpo = self.config.model.grpo
         self.objective = build_objective(vars(grpo.objective))
-        self.sampling = sampling_params(
-            self.tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature
-        )
+        self.sampling = sampling_params(self.tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature)
         self.position = Position()
         self._clock = time.monotonic()
 
@@ -169,13 +166,11 @@ class Trainer:
         progress.update({})
 
     def _supervised_step(self, step: int) -> StepResult:
-        """One optimizer step of next-token loss on worked examples: the mean over the global batch's response tokens."""
+        """One optimizer step on worked examples; the loss is the mean over the global batch's response tokens."""
         model, examples = self.config.model, self.datasets.sft
         rows = prompt_indices(sample_seed(model.seed, "sft"), step, model.sft.global_batch_size, len(examples), True)
         chosen = [examples[i] for i in rows.tolist()]
-        batch = response_batch(
-            [e.prompt_ids for e in chosen], [e.sft_ids or [] for e in chosen], self.tokenizer.pad_id
-        )
+        batch = response_batch([e.prompt_ids for e in chosen], [e.sft_ids or [] for e in chosen], self.tokenizer.pad_id)
         count = batch.num_tokens
         return self.actor.step(batch, lambda piece, logprobs, entropy: -(logprobs * piece.mask).sum() / count)
 

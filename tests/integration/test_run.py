@@ -29,7 +29,7 @@ def test_the_runs_folder(finished):
         "response_length/mean lr time/rollout time/train think_fraction truncated_fraction rollout_logprob_gap/max"
     ).split():
         assert all(isinstance(m[key], int | float) for m in metrics), key
-    assert len(lines(finished / "cold_start.jsonl")) == 4
+    assert len(lines(finished / "cold_start.jsonl")) == 20
     seen = [(v["rollout"], v["split"]) for v in lines(finished / "validation.jsonl")]
     assert sorted(seen) == [(0, "test"), (0, "validation"), (2, "validation"), (3, "test"), (3, "validation")]
     summary = json.loads((finished / "summary.json").read_text())
@@ -73,11 +73,14 @@ def test_the_same_seed_gives_the_same_metrics(finished, tmp_path):
 
 def test_another_seed_gives_others(finished, tmp_path):
     train(tmp_path / "other", "model.seed=7")
-    assert without_times(lines(tmp_path / "other" / "metrics.jsonl")) != without_times(lines(finished / "metrics.jsonl"))
+    one, other = (without_times(lines(folder / "metrics.jsonl")) for folder in (finished, tmp_path / "other"))
+    assert one != other
 
 
 @pytest.mark.parametrize(
-    ("when", "number"), [("cold_start.jsonl", signal.SIGTERM), ("metrics.jsonl", signal.SIGINT)], ids=["cold_start", "grpo"]
+    ("when", "number"),
+    [("cold_start.jsonl", signal.SIGTERM), ("metrics.jsonl", signal.SIGINT)],
+    ids=["cold_start", "grpo"],
 )
 def test_a_stopped_run_resumes_as_if_nothing_had_been(finished, tmp_path, when, number):
     run_dir = tmp_path / "stopped"

@@ -102,7 +102,8 @@ class TestWrongUsage:
             (["report", "nope"], "nope: no such folder"),
         ],
     )
-    def test_one_line_and_status_2(self, arguments, message, capsys, tmp_path, monkeypatch):
+    def test_one_line_and_status_2(self, arguments, message, capsys, tmp_path, monkeypatch, stub):
+        stub("nemo_sspo.training.run", AssertionError("training began"), "run_training")
         monkeypatch.chdir(tmp_path)
         assert cli.main(arguments) == 2
         captured = capsys.readouterr()
@@ -113,7 +114,8 @@ class TestWrongUsage:
         assert list(tmp_path.iterdir()) == []
 
     @pytest.mark.parametrize("world_size", ["zero", "0", "-1", ""])
-    def test_bad_world_size(self, world_size, capsys, monkeypatch):
+    def test_bad_world_size(self, world_size, capsys, monkeypatch, stub):
+        stub("nemo_sspo.training.run", AssertionError("training began"), "run_training")
         monkeypatch.setenv("WORLD_SIZE", world_size)
         assert cli.main(["train", "--config-name", "tiny_moe_cpu"]) == 2
         assert "WORLD_SIZE: got " in capsys.readouterr().err

@@ -153,6 +153,10 @@ class TestFiles:
         monkeypatch.chdir(folder.parent)
         assert load_config("mine").model.num_layers == 3
 
+    def test_the_checkout_serves_from_any_working_folder(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        assert load_config("tiny_moe_cpu").model.num_layers == 3
+
     @pytest.mark.parametrize("name", ["tiny_moe_cpu", "tiny_moe_cpu.yaml"])
     def test_suffix_is_optional(self, name):
         assert load_config(name).model.num_layers == 3

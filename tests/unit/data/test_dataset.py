@@ -149,9 +149,9 @@ def test_a_prompt_that_does_not_fit_the_context(write):
     with pytest.raises(UserError) as error:
         build(test=[test], context=57)
     assert str(error.value) == (
-        f"{test}:2: the prompt has 10 tokens and the response may have 48 (model.grpo.length_params.max_length), together "
-        "more than the context of 57 (model.encoder_seq_length); shorten the question, lower max_length or raise "
-        "encoder_seq_length"
+        f"{test}:2: the prompt has 10 tokens and the response may have 48 (model.grpo.length_params.max_length), "
+        "together more than the context of 57 (model.encoder_seq_length); shorten the question, lower max_length "
+        "or raise encoder_seq_length"
     )
     with pytest.raises(UserError, match=r"generated problem '\d+\+\d+=': the prompt has \d tokens"):
         build(context=50)

@@ -23,6 +23,7 @@ def test_plain(tmp_path):
         {"question": "2+3=", "answer": "5"},
         {"question": "2+4=", "answer": 6, "level": "easy"},
         {"question": "1/2+2=", "answer": 2.5},
+        {"question": "9+0=", "answer": 10**400},
         {"question": "2+5=", "answer": "7", "response": "<think>2+5+0=7</think><answer>7</answer>"},
         {"question": "2+6=", "answer": "8", "response": None},
     ]
@@ -31,10 +32,11 @@ def test_plain(tmp_path):
         Problem("2+3=", "5"),
         Problem("2+4=", "6"),
         Problem("1/2+2=", "2.5"),
+        Problem("9+0=", "1" + "0" * 400),
         Problem("2+5=", "7", "<think>2+5+0=7</think><answer>7</answer>"),
         Problem("2+6=", "8"),
     ]
-    assert [p.source for p in problems] == [f"{tmp_path}/data.jsonl:{i}" for i in range(1, 6)]
+    assert [p.source for p in problems] == [f"{tmp_path}/data.jsonl:{i}" for i in range(1, 7)]
 
 
 def test_gsm8k(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -61,6 +62,7 @@ def test_a_worker_that_says_nothing_is_given_up(tmp_path, monkeypatch):
     script = tmp_path / "worker.py"
     script.write_text("import time; print('ready', flush=True); time.sleep(60)")
     monkeypatch.setattr(verifier, "WORKER", script)
-    worker = MathWorker(wall_seconds=1.0)
+    worker, start = MathWorker(wall_seconds=1.0), time.monotonic()
     assert worker.ask("x", "x") is False
+    assert time.monotonic() - start < 45  # far less than the script's sleep, whatever else the machine does
     assert worker._process is None

@@ -92,6 +92,13 @@ def test_token_weights(name, weights):
     torch.testing.assert_close(got, torch.tensor(weights, dtype=torch.float64), rtol=1e-12, atol=1e-15)
 
 
+def test_an_advantage_of_zero_takes_the_temperature_of_negative_ones():
+    objective = build_objective({"name": "sspo", "tau_pos": 1.0, "tau_neg": 3.0})
+    x = torch.ones(1, 1, dtype=torch.float64)
+    weight = objective.token_weights(x, torch.zeros_like(x), torch.zeros(1), torch.ones(1, 1))
+    assert weight.item() == pytest.approx(1 / (1 + 9))
+
+
 def test_metrics():
     metrics = build_objective({"name": "grpo"})(X + OLD, OLD, ADVANTAGES, MASK).metrics
     response_weights = (1.5 / 3, 5 / 2)

@@ -33,7 +33,17 @@ CASES = [
         {"masked_response_fraction": 1 / 2},
     ),
     (
+        {"rollout_sequence_mask": "geometric", "rollout_sequence_high": 1.5},  # the second mean is 1.34
+        [[1, 1], [1, 1]],
+        {"masked_response_fraction": 0.0},
+    ),
+    (
         {"rollout_sequence_mask": "max", "rollout_sequence_high": 3.0},
+        [[0, 0], [1, 1]],
+        {"masked_response_fraction": 1 / 2},
+    ),
+    (
+        {"rollout_sequence_mask": "max", "rollout_sequence_low": 0.3, "rollout_sequence_high": 9.0},
         [[0, 0], [1, 1]],
         {"masked_response_fraction": 1 / 2},
     ),

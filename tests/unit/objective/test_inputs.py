@@ -79,14 +79,19 @@ def test_a_row_without_tokens_counts_in_the_denominator_only(name):
     objective = build_objective({"name": name})
     mask[2] = False
     loss, gradient = run(objective, policy, old, advantages, mask)
-    alone, _ = (
-        run(objective, policy, old[:2], advantages[:2], mask[:2])
-        if False
-        else run(objective, policy[:2].detach().requires_grad_(), old[:2], advantages[:2], mask[:2])
-    )
+    alone, _ = run(objective, policy[:2].detach().requires_grad_(), old[:2], advantages[:2], mask[:2])
     by_tokens = objective.mean == "token_mean"
     torch.testing.assert_close(loss, alone if by_tokens else alone * 2 / 3)
     assert (gradient[2] == 0).all()
+
+
+@EACH
+def test_the_advantage_of_a_row_without_tokens_never_leaks(name):
+    policy, old, advantages, mask = batch()
+    mask[2], advantages[2] = False, math.nan
+    loss, gradient = run(build_objective({"name": name, "check_finite": False}), policy, old, advantages, mask)
+    assert loss.isfinite()
+    assert gradient.isfinite().all()
 
 
 @EACH
@@ -174,6 +179,7 @@ def test_shapes_that_do_not_match_raise_with_both(change, words):
         ([1, 4, 8, 12], 3, "must start at 0"),
         ([0, 8, 4, 12], 3, "never fall"),
         ([0, 4, 8, 13], 3, "at or before the last token"),
+        ([0, 4, 8, 11], 3, "no token under the mask behind its end"),
         ([0.0, 4.0, 8.0, 12.0], 3, "must be integers"),
     ],
 )

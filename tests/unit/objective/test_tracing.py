@@ -22,7 +22,7 @@ def batch(rows: int = 4, width: int = 6):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("packed", [False, True], ids=["padded", "packed"])
-@pytest.mark.parametrize("name", sorted(OBJECTIVES))
+@pytest.mark.parametrize("name", ["sspo", "grpo", "vespo"])
 def test_compiles_as_one_graph(name, packed):
     objective = build_objective({"name": name, "check_finite": False})
     policy, old, advantages, mask = batch()

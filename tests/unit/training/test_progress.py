@@ -26,9 +26,9 @@ class Clock:
 
 
 def log_progress(**options):
-    console = Console(file=io.StringIO(), width=200, force_terminal=False)
-    clock = Clock()
-    return Progress(console=console, clock=clock, **{"stage": "grpo", "total": 100, **options}), clock, console.file
+    out, clock = io.StringIO(), Clock()
+    console = Console(file=out, width=200, force_terminal=False)
+    return Progress(console=console, clock=clock, **{"stage": "grpo", "total": 100, **options}), clock, out
 
 
 def test_a_log_gets_a_plain_line_now_and_then_and_one_at_the_end():
@@ -87,12 +87,13 @@ def test_the_cold_start_shows_its_loss():
     assert progress.numbers() == ["loss 1.2346", "grad norm 2.00", "lr 2.0e-03"]
 
 
-def test_a_terminal_gets_a_bar_and_messages_stay(monkeypatch):
-    console = Console(file=io.StringIO(), width=80, force_terminal=True, color_system=None)
+def test_a_terminal_gets_a_bar_and_messages_stay():
+    file = io.StringIO()
+    console = Console(file=file, width=80, force_terminal=True, color_system=None)
     with Progress("grpo", 100, 20, console=console) as progress:
         progress.update(RECORD)
         progress.message("saved [bold]step_000020[/bold]")
-    out = console.file.getvalue()
+    out = file.getvalue()
     assert "saved [bold]step_000020[/bold]" in out
     assert "━" in out
     assert "21/100" in out
@@ -102,8 +103,9 @@ def test_a_terminal_gets_a_bar_and_messages_stay(monkeypatch):
 def test_other_ranks_are_silent(monkeypatch):
     monkeypatch.setenv("RANK", "1")
     for terminal in (True, False):
-        console = Console(file=io.StringIO(), force_terminal=terminal)
+        file = io.StringIO()
+        console = Console(file=file, force_terminal=terminal)
         with Progress("grpo", 3, console=console, interval=0) as progress:
             progress.update(RECORD)
             progress.message("hello")
-        assert console.file.getvalue() == ""
+        assert file.getvalue() == ""
