@@ -76,7 +76,7 @@ def _eval(arguments: argparse.Namespace) -> int:
 
     load_run_config(arguments.run)  # refuses a folder that is not a run's before torch is imported
     if arguments.samples < 0:
-        raise UserError(f"--samples: got {arguments.samples}, allowed: >= 0; 0 decodes greedily only")
+        raise UserError(f"--samples: got {arguments.samples}, allowed: >= 0; 0 leaves the sampled answers out")
     from nemo_sspo.training.evaluate import run_evaluation
 
     return run_evaluation(arguments.run, arguments.checkpoint, arguments.split, arguments.samples)
@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         type=int,
         default=0,
         metavar="N",
-        help="also sample N responses a problem at the run's temperature (default 0: greedy only)",
+        help="also answer every problem N times at the run's temperature (default: 0)",
     )
     evaluate.set_defaults(handler=_eval)
 

@@ -154,11 +154,10 @@ def generate_problems(config: SyntheticDataConfig, seed: int) -> tuple[list[Prob
     rng = random.Random(f"{seed}/{config.task}/{config.min_digits}/{config.max_digits}")
     problems: dict[str, Problem] = {}
     for question, think, answer in task.draw(rng, config.min_digits, config.max_digits):
-        if question not in problems:
-            response = f"<think>{think}</think><answer>{answer}</answer>"
-            problems[question] = Problem(question, str(answer), response, f"generated problem {question!r}")
-            if len(problems) == wanted:
-                break
+        response = f"<think>{think}</think><answer>{answer}</answer>"
+        problems[question] = Problem(question, str(answer), response, f"generated problem {question!r}")
+        if len(problems) == wanted:
+            break
     drawn = iter(problems.values())
     test, validation = list(islice(drawn, config.num_test)), list(islice(drawn, config.num_validation))
     return list(drawn), validation, test

@@ -18,6 +18,7 @@ from nemo_sspo.config import load_run_config
 from nemo_sspo.config.resolve import to_yaml
 from nemo_sspo.config.schema import RunConfig
 from nemo_sspo.data import build_datasets, build_tokenizer
+from nemo_sspo.data.dataset import Datasets
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.errors import UserError
 from nemo_sspo.generation.native import NativeEngine
@@ -26,7 +27,7 @@ from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
 from nemo_sspo.training.actor import Actor
 from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints
-from nemo_sspo.training.distributed import on_rank_zero, process_groups, world_size
+from nemo_sspo.training.distributed import on_rank_zero, process_groups, rank, world_size
 from nemo_sspo.training.recorder import VALIDATION, RunRecorder
 from nemo_sspo.training.stop import EXIT_RESUMABLE, stop_on_signals
 from nemo_sspo.training.trainer import Trainer
@@ -184,12 +185,17 @@ def _say_where(run_dir: Path, finished: bool, signal_name: str | None) -> None:
         print(f"{why}; everything is saved in {run_dir}. To go on, run the same command again.")
 
 
-def _check_data(config: RunConfig, datasets: Any) -> None:
+def _check_data(config: RunConfig, datasets: Datasets) -> None:
+    """Say what the data's loading left out; refuse a cold start that has nothing to learn from."""
+    notes = "; ".join(datasets.notes)
     if config.trainer.sft.max_steps and not datasets.sft:
         raise UserError(
             f"trainer.sft.max_steps: got {config.trainer.sft.max_steps}, but no training problem has a worked response "
-            'to learn from; give model.data.data_prefix.sft, add "response" to the lines, or set trainer.sft.max_steps=0'
+            f"to learn from{f' ({notes})' if notes else ''}; give model.data.data_prefix.sft, add \"response\" to the "
+            "lines, raise model.grpo.length_params.max_length, or set trainer.sft.max_steps=0"
         )
+    if notes and rank() == 0:
+        print(f"Note: {notes}")
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

