@@ -117,7 +117,8 @@ class SyntheticDataConfig:
 
 @dataclass
 class DataPrefixConfig:
-    """JSONL files of {"question", "answer"} by split; null: generated problems."""
+    """JSONL files of {"question", "answer"} by split. Where only train is named, validation and test are held out from
+    it; where train is not, problems are generated."""
 
     train: list[str] | None = None
     validation: list[str] | None = None

@@ -63,8 +63,8 @@ class NativeEngine:
         longest = max(lengths) + sampling.max_tokens
         if min(lengths) < 1 or longest > self.max_sequence_length:
             raise ValueError(
-                f"prompts of {min(lengths)} to {max(lengths)} tokens and max_tokens={sampling.max_tokens}: a prompt needs at "
-                f"least one token, and prompt and response at most {self.max_sequence_length} together"
+                f"prompts of {min(lengths)} to {max(lengths)} tokens and max_tokens={sampling.max_tokens}: a prompt "
+                f"needs at least one token, and prompt and response at most {self.max_sequence_length} together"
             )
         prompt_lengths = torch.tensor(lengths, device=device)
         tokens = torch.full((len(prompts), longest), sampling.stop_id, device=device)

@@ -8,8 +8,9 @@ from dataclasses import dataclass, field
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from nemo_sspo.data.batches import pad_sequences
+from nemo_sspo.data.batches import sequence_batch
 from nemo_sspo.data.dataset import EncodedProblem
 from nemo_sspo.data.responses import RESPONSE, ResponseBatch
 from nemo_sspo.data.tokenizer import Tokenizer
@@ -39,14 +40,7 @@ class Rollout(ResponseBatch):
 
 def sampling_params(tokenizer: Tokenizer, max_tokens: int, temperature: float) -> SamplingParams:
     """How responses to this tokenizer's prompts are sampled: up to its end token, and never padding."""
-    forbidden = () if tokenizer.pad_id == tokenizer.eos_id else (tokenizer.pad_id,)
-    return SamplingParams(max_tokens, temperature, stop_id=tokenizer.eos_id, forbidden_ids=forbidden)
-
-
-def response_batch(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], pad_id: int) -> ResponseBatch:
-    """Prompts with their responses as one padded batch."""
-    tokens, _ = pad_sequences([[*p, *r] for p, r in zip(prompts, responses, strict=True)], pad_id)
-    return ResponseBatch(tokens, torch.tensor([len(p) for p in prompts]), torch.tensor([len(r) for r in responses]))
+    return SamplingParams(max_tokens, temperature, stop_id=tokenizer.eos_id, forbidden_ids=(tokenizer.pad_id,))
 
 
 def collect_rollout(
@@ -75,7 +69,7 @@ def collect_rollout(
     prompts = [rows[i].prompt_ids for i in mine]
     outputs = engine.generate(prompts, sampling, [sample_seed(seed, "rollout", step, i) for i in mine])
 
-    local = response_batch(prompts, [o.token_ids for o in outputs], tokenizer.pad_id)
+    local = sequence_batch(prompts, [o.token_ids for o in outputs], tokenizer.pad_id)
     old_logprobs, entropy = actor.logprobs(local, forward_micro_batch_size, sampling.temperature)
     texts = [tokenizer.decode(o.token_ids) for o in outputs]
     scores = score(texts, [rows[i].gold for i in mine])
@@ -87,8 +81,8 @@ def collect_rollout(
     form = torch.tensor([e[4] for e in everyone])
     rewards = answer + form
     rated = group_advantages(rewards.view(len(problems), samples_per_prompt), kind=advantages).flatten()
-    batch = response_batch([e[0] for e in everyone], [e[1].token_ids for e in everyone], tokenizer.pad_id)
-    rollout_logprobs, _ = pad_floats([e[1].logprobs for e in everyone])
+    batch = sequence_batch([e[0] for e in everyone], [e[1].token_ids for e in everyone], tokenizer.pad_id)
+    rollout_logprobs = pad_sequence([torch.tensor(e[1].logprobs) for e in everyone], batch_first=True)
     return Rollout(
         tokens=batch.tokens,
         prompt_lengths=batch.prompt_lengths,
@@ -105,15 +99,6 @@ def collect_rollout(
         responses=[e[2] for e in everyone],
         golds=[row.gold for row in rows],
     )
-
-
-def pad_floats(rows: Sequence[Sequence[float]]) -> tuple[Tensor, Tensor]:
-    """``[B, T]`` float32 padded with zeros, and the lengths ``[B]``."""
-    lengths = torch.tensor([len(row) for row in rows])
-    padded = torch.zeros(len(rows), int(lengths.max()))
-    for i, row in enumerate(rows):
-        padded[i, : len(row)] = torch.tensor(row)
-    return padded, lengths
 
 
 def rollout_metrics(rollout: Rollout, samples_per_prompt: int) -> dict[str, float]:

@@ -191,7 +191,7 @@ def _check_data(config: RunConfig, datasets: Datasets) -> None:
     if config.trainer.sft.max_steps and not datasets.sft:
         raise UserError(
             f"trainer.sft.max_steps: got {config.trainer.sft.max_steps}, but no training problem has a worked response "
-            f"to learn from{f' ({notes})' if notes else ''}; give model.data.data_prefix.sft, add \"response\" to the "
+            f'to learn from{f" ({notes})" if notes else ""}; give model.data.data_prefix.sft, add "response" to the '
             "lines, raise model.grpo.length_params.max_length, or set trainer.sft.max_steps=0"
         )
     if notes and rank() == 0:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from nemo_sspo.config.resolve import shape_fields
 from nemo_sspo.config.schema import RunConfig
-from nemo_sspo.data.batches import prompt_indices
+from nemo_sspo.data.batches import prompt_indices, supervised_batch
 from nemo_sspo.data.dataset import Datasets
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.generation import GenerationEngine, sample_seed
@@ -32,7 +32,6 @@ from nemo_sspo.training.recorder import RunRecorder
 from nemo_sspo.training.rollout import (
     Rollout,
     collect_rollout,
-    response_batch,
     rollout_metrics,
     rollout_samples,
     sampling_params,
@@ -169,8 +168,7 @@ class Trainer:
         """One optimizer step on worked examples; the loss is the mean over the global batch's response tokens."""
         model, examples = self.config.model, self.datasets.sft
         rows = prompt_indices(sample_seed(model.seed, "sft"), step, model.sft.global_batch_size, len(examples), True)
-        chosen = [examples[i] for i in rows.tolist()]
-        batch = response_batch([e.prompt_ids for e in chosen], [e.sft_ids or [] for e in chosen], self.tokenizer.pad_id)
+        batch = supervised_batch([examples[i] for i in rows.tolist()], self.tokenizer.pad_id)
         count = batch.num_tokens
         return self.actor.step(batch, lambda piece, logprobs, entropy: -(logprobs * piece.mask).sum() / count)
 

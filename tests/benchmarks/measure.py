@@ -14,6 +14,7 @@ Every measurement is a process of its own, so nothing is left over from another 
 from __future__ import annotations
 
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -46,10 +47,15 @@ def measure(run: Callable[[], object], repeats: int = 1) -> dict[str, float]:
     }
 
 
-def in_own_process(script: str, *arguments: str) -> dict[str, Any]:
-    """Runs ``script`` with ``arguments`` in a fresh interpreter; its last line of output is a JSON object."""
+def in_own_process(script: str, *arguments: str, exact_memory: bool = False) -> dict[str, Any]:
+    """Runs ``script`` with ``arguments`` in a fresh interpreter; its last line of output is a JSON object.
+
+    With ``exact_memory`` the C library returns every block above 1 MiB to the system at once, where it would keep
+    some below 32 MiB. That costs time.
+    """
     command = [sys.executable, script, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)} if exact_memory else None
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
         last = (done.stderr.strip().splitlines() or [f"exit status {done.returncode}"])[-1]

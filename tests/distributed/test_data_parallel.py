@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from tests.tiny_run import lines, train
 
 pytestmark = pytest.mark.distributed

@@ -7,6 +7,7 @@ import random
 from pathlib import Path
 
 import pytest
+
 from tests.tiny_run import lines, train
 
 pytestmark = pytest.mark.slow

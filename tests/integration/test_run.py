@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from tests.tiny_run import lines, start, train, without_times
 
 RECORDS = ("cold_start.jsonl", "metrics.jsonl", "validation.jsonl", "samples.jsonl")
@@ -71,6 +72,7 @@ def test_the_same_seed_gives_the_same_metrics(finished, tmp_path):
         assert without_times(lines(tmp_path / "again" / name)) == without_times(lines(finished / name)), name
 
 
+@pytest.mark.slow
 def test_another_seed_gives_others(finished, tmp_path):
     train(tmp_path / "other", "model.seed=7")
     one, other = (without_times(lines(folder / "metrics.jsonl")) for folder in (finished, tmp_path / "other"))
@@ -151,12 +153,14 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path):
     assert len(result.stderr.strip().splitlines()) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("objective", ["grpo", "gspo", "gmpo", "sapo"])
 def test_the_other_objectives_train(tmp_path, objective):
     train(tmp_path / objective, f"model.grpo.objective.name={objective}", "model.grpo.objective.gate=null")
     assert len(lines(tmp_path / objective / "metrics.jsonl")) == 6
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["expsig", "expatan", "gumbel", "siglog"])
 def test_the_other_gates_train(tmp_path, gate):
     train(tmp_path / gate, f"model.grpo.objective.gate={gate}", "trainer.grpo.max_steps=1")

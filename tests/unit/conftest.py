@@ -10,9 +10,8 @@ import pytest
 @pytest.fixture(scope="session")
 def groups() -> Iterator:
     """Megatron-Core's process groups of a single process."""
-    from tests.tiny import tiny_config
-
     from nemo_sspo.training.distributed import process_groups
+    from tests.tiny import tiny_config
 
     with process_groups(tiny_config().model) as groups:
         yield groups
@@ -21,8 +20,7 @@ def groups() -> Iterator:
 @pytest.fixture
 def policy(groups):
     """A freshly drawn tiny GPTModel."""
-    from tests.tiny import VOCAB, tiny_config
-
     from nemo_sspo.model import build_model
+    from tests.tiny import VOCAB, tiny_config
 
     return build_model(tiny_config().model, VOCAB, groups)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import torch
-from tests.tiny import make_batch
 
 from nemo_sspo.data.responses import IGNORE_INDEX, RESPONSE, ResponseBatch, response_rows, response_targets
+from tests.tiny import make_batch
 
 BATCH = make_batch([[7], [5, 6, 9]], [[1, 2, 3], [4]])
 

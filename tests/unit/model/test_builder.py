@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from tests.tiny import VOCAB, tiny_config
 
 from nemo_sspo.model import build_model, parameter_count
+from tests.tiny import VOCAB, tiny_config
 
 
 def test_parameters_are_those_of_the_shape(policy):

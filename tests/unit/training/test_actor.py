@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tests.tiny import VOCAB, make_batch, tiny_config, uneven_batch
 
 from nemo_sspo.config.schema import OptimizerConfig
 from nemo_sspo.data.responses import ResponseBatch
 from nemo_sspo.model import build_model
 from nemo_sspo.training.actor import Actor
+from tests.tiny import VOCAB, make_batch, tiny_config, uneven_batch
 
 
 def make_actor(groups, micro_batch_size: int = 64) -> Actor:
