@@ -156,6 +156,15 @@ class ObjectiveConfig:
     k_neg: float | None = None
     lambda_pos: float | None = None
     lambda_neg: float | None = None
+    entropy_coeff: float | None = None  # weight of the entropy bonus
+    # corrections for the gap between the generation engine's log-probabilities and the trainer's
+    rollout_correction: str | None = None  # token_tis | sequence_tis | icepop
+    rollout_cap: float | None = None
+    rollout_low: float | None = None
+    rollout_high: float | None = None
+    rollout_sequence_mask: str | None = None  # geometric | max
+    rollout_sequence_low: float | None = None
+    rollout_sequence_high: float | None = None
 
 
 @dataclass

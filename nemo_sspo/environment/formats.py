@@ -25,7 +25,7 @@ def format_reward(response: str) -> float:
     ===== =====================================================================================
 
     Only the structure counts: a block may be empty. The four grades are those of the SSPO paper's set-up
-    (arXiv 2602.19327); it does not say what earns the two in the middle, so that choice is this project's.
+    (arXiv 2602.19327); what earns the two in the middle is this project's choice.
     """
     if _EXACT.fullmatch(response) and all(response.count(tag) == 1 for tag in _TAGS):
         return 1.0

@@ -1,6 +1,12 @@
 """The policy network: Megatron-Core's layers in Qwen3's shape."""
 
 from nemo_sspo.compat import megatron_cpu as megatron_cpu  # isort: skip  (before Megatron-Core is imported)
-from nemo_sspo.model.builder import build_model, parameter_count, transformer_config
+from nemo_sspo.model.builder import (
+    build_model,
+    final_hidden_states,
+    output_weight,
+    parameter_count,
+    transformer_config,
+)
 
-__all__ = ["build_model", "parameter_count", "transformer_config"]
+__all__ = ["build_model", "final_hidden_states", "output_weight", "parameter_count", "transformer_config"]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
@@ -100,6 +103,27 @@ def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollect
         pg_collection=groups,
     )
     return gpt.cuda() if torch.cuda.is_available() else gpt
+
+
+def final_hidden_states(model: torch.nn.Module, module: GPTModel, tokens: Tensor) -> Tensor:
+    """The hidden states ``[S, B, H]`` that the output layer would turn into logits, of tokens ``[B, S]``.
+
+    `model` is `module` as it is wrapped (by DDP); a pipeline stage that is not the last returns what it hands on.
+    Differentiable. A stage that is told not to post-process stops after the final norm, so full logits never exist.
+    """
+    positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    post_process, module.post_process = module.post_process, False
+    try:
+        return model(tokens, positions, None)
+    finally:
+        module.post_process = post_process
+
+
+def output_weight(module: GPTModel) -> Tensor:
+    """This rank's rows of the output layer's weight, ``[V/tp, H]``."""
+    if module.share_embeddings_and_output_weights:
+        return module.shared_embedding_or_output_weight()
+    return cast(Tensor, module.output_layer.weight)
 
 
 def parameter_count(module: torch.nn.Module) -> int:

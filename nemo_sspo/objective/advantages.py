@@ -26,7 +26,7 @@ def group_advantages(rewards: Tensor, kind: str = "grpo") -> Tensor:
 
     A group of equal rewards gives exact zeros: it teaches nothing (`count_equal_groups` counts them).
     Gradient: none. Errors: UserError for an unknown kind; ValueError for another shape, G < 2 or a non-finite reward.
-    Source: GRPO, arXiv 2402.03300, section 4.1.2.
+    Source: GRPO, arXiv 2402.03300, with rewards of outcomes.
     """
     if kind not in ADVANTAGES:
         raise UserError(f"{key('advantages')}: {not_one_of(kind, ADVANTAGES)}")

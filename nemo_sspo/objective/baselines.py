@@ -20,8 +20,8 @@ def grpo(inputs: Inputs, *, clip_low: float, clip_high: float) -> Surrogate:
         A v_t = min( rho_t A, clip(rho_t, 1 - clip_low, 1 + clip_high) A )
 
     Weights: s_i = 1, w_t = rho_t, or 0 where the clip stops the gradient.
-    Source: GRPO, arXiv 2402.03300, equation 3 (mean over tokens, then responses); DAPO, arXiv 2503.14476, equation 8
-    (mean over all tokens, clip_high > clip_low); Dr.GRPO, arXiv 2503.20783, section 3.2 (sum over tokens).
+    Source: GRPO, arXiv 2402.03300, its objective (mean over tokens, then responses); DAPO, arXiv 2503.14476 (mean over
+    all tokens, clip_high > clip_low); Dr.GRPO, arXiv 2503.20783 (sum over tokens).
     """
     value, clipped = _clip(bounded_exp(inputs.log_ratio), inputs.token_advantages, 1 - clip_low, 1 + clip_high)
     weight = torch.where(clipped, 0.0, value.detach())
@@ -34,7 +34,7 @@ def gspo(inputs: Inputs, *, clip_low: float, clip_high: float) -> Surrogate:
         J_i = min( s_i A, clip(s_i, 1 - clip_low, 1 + clip_high) A ),    s_i = exp( 1/|y_i| sum_t x_t )
 
     Weights: s_i as above, w_t = 1, or 0 in a clipped response.
-    Source: GSPO, arXiv 2507.18071, equations 5 and 7; LUSPO, arXiv 2602.05261 (J_i times |y_i|).
+    Source: GSPO, arXiv 2507.18071, its sequence-level objective; LUSPO, arXiv 2602.05261 (J_i times |y_i|).
     """
     ratio = bounded_exp(inputs.layout.response_mean(inputs.log_ratio))
     value, clipped = _clip(inputs.layout.spread(ratio), inputs.token_advantages, 1 - clip_low, 1 + clip_high)
@@ -46,7 +46,7 @@ def gspo_token(inputs: Inputs, *, clip_low: float, clip_high: float) -> Surrogat
 
         A v_t = min( s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A ),    s_t = sg[s_i] pi_t / sg[pi_t]
 
-    Weights as for `gspo`. Source: GSPO, arXiv 2507.18071, equations 13 and 14.
+    Weights as for `gspo`. Source: GSPO, arXiv 2507.18071, its token-level variant.
     """
     x = inputs.log_ratio
     ratio = bounded_exp(inputs.layout.response_mean(x.detach()))
@@ -76,7 +76,7 @@ def sapo(inputs: Inputs, *, tau_pos: float, tau_neg: float) -> Surrogate:
         A v_t = A (4 / tau) sigmoid( tau (rho_t - 1) ),    tau = tau_pos where A > 0, else tau_neg
 
     Weights: s_i = 1, w_t = rho_t sech^2( tau (rho_t - 1) / 2 ), which is the weight of the gate `expsig`.
-    Source: SAPO, arXiv 2511.20347, section 3.
+    Source: SAPO, arXiv 2511.20347, its token-level gate.
     """
     tau = inputs.layout.spread(inputs.by_sign(tau_pos, tau_neg))
     value = (4 / tau) * torch.sigmoid(tau * (bounded_exp(inputs.log_ratio) - 1))
@@ -90,7 +90,7 @@ def cispo(inputs: Inputs, *, clip_low: float, clip_high: float) -> Surrogate:
         A v_t = A sg[ clip(rho_t, 1 - clip_low, 1 + clip_high) ] log pi_t
 
     Weights: s_i = 1, w_t = the clipped ratio; `attenuated` counts the ratios that the clip changed.
-    Source: CISPO, MiniMax-M1, arXiv 2506.13585, equations 4 and 5. As there, only the upper bound acts by default
+    Source: CISPO, MiniMax-M1, arXiv 2506.13585. As there, only the upper bound acts by default
     (clip_low = 1); the bound of 5 is ScaleRL's, arXiv 2510.13786.
     """
     ratio = bounded_exp(inputs.log_ratio.detach())
@@ -104,7 +104,7 @@ def reinforce(inputs: Inputs) -> Surrogate:
         A v_t = A log pi_t        (summed over a response's tokens)
 
     Weights: s_i = w_t = 1. With leave-one-out advantages this is RLOO.
-    Source: RLOO, arXiv 2402.14740, section 3.
+    Source: RLOO, arXiv 2402.14740.
     """
     ones = torch.ones_like(inputs.policy_logprobs)
     return Surrogate(inputs.policy_logprobs, ones, torch.ones_like(inputs.advantages), ones < 0.5)
@@ -117,7 +117,7 @@ def vespo(inputs: Inputs, *, k_pos: float, lambda_pos: float, k_neg: float, lamb
 
     k and lambda are k_pos and lambda_pos where A > 0, else k_neg and lambda_neg. W is not normalised by length; its
     log is clamped to +-20. Weights: s_i = 1, w_t = phi(W_i), the objective's gate.
-    Source: VESPO, arXiv 2602.10693, section 3.4.
+    Source: VESPO, arXiv 2602.10693, its reshaping kernel.
     """
     k, decay = inputs.by_sign(k_pos, k_neg), inputs.by_sign(lambda_pos, lambda_neg)
     log_ratio = inputs.layout.response_sum(inputs.log_ratio.detach()).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

@@ -11,6 +11,7 @@ Source: arXiv 2602.19327, the conditions on the gate. A hard clip fails (i), pla
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
@@ -104,44 +105,67 @@ def _failures(gate: Gate, tau: float, kinds: set[str]) -> list[tuple[str, str]]:
     w, w_far = slope(x, tau), slope(far, tau)
     if not all(bool(torch.isfinite(value).all()) for value in (gate.log_f(x, tau), w, gate.log_f(far, tau), w_far)):
         kinds.clear()
-        return [("finite", f"log f or its derivative is not finite for some |log rho| <= {FAR:g}")]
+        everywhere = torch.cat((x, far))
+        bad = ~(torch.isfinite(gate.log_f(everywhere, tau)) & torch.isfinite(slope(everywhere, tau)))
+        nearest = everywhere[bad][everywhere[bad].abs().argmin()]
+        return [("finite", f"log f or its derivative is not finite at {_at(nearest)}")]
 
     found = []
     if not torch.allclose(gate.weight(x, tau), w, rtol=TOLERANCE, atol=TOLERANCE):
-        place = float(x[(gate.weight(x, tau) - w).abs().argmax()])
-        found.append(("weight", f"the weight is not the derivative of log f, most at log rho = {place:.3g}"))
+        place = x[(gate.weight(x, tau) - w).abs().argmax()]
+        found.append(("weight", f"the weight is not the derivative of log f, most at {_at(place)}"))
 
     for name, function in (("f", gate.log_f), ("f'", slope)):
         place = _jump(function, tau, x)
         if place is not None:
-            found.append(("i", f"{name} jumps at log rho = {place:.3g}"))
+            found.append(("i", f"{name} jumps at {_at(place)}"))
             break
 
     middle = steps
-    if abs(float(gate.log_f(x, tau)[middle])) > TOLERANCE or abs(float(w[middle]) - 1) > TOLERANCE:
-        found.append(("ii", f"log f(1) = {float(gate.log_f(x, tau)[middle]):.3g}, f'(1) = {float(w[middle]):.3g}"))
+    log_f_1, w_1 = float(gate.log_f(x, tau)[middle]), float(w[middle])
+    if abs(log_f_1) > TOLERANCE or abs(w_1 - 1) > TOLERANCE:
+        found.append(("ii", f"log f(1) = {log_f_1:.3g}, f'(1) = {math.exp(log_f_1) * w_1:.3g}"))
 
     vanishes_above, vanishes_below = abs(float(w_far[1])) < 1e-2, abs(float(w_far[0])) < 1e-2
-    if not (vanishes_above and _is_bell(w * (-x).exp(), middle)):
+    slope_fault = _fault_of_bell(w * (-x).exp(), x)
+    w_fault = _fault_of_bell(w, x) or (None if vanishes_below else f"stays at {float(w_far[0]):.3g} as rho -> 0")
+    if not vanishes_above or slope_fault:
         kinds.discard("iii.1")
-    if not (vanishes_above and vanishes_below and _is_bell(w, middle)):
+    if not vanishes_above or w_fault:
         kinds.discard("iii.2")
-    if not kinds:
-        reason = "neither f'/f nor w is a bell around rho = 1" if vanishes_above else "w does not vanish as rho grows"
-        found.append(("iii", reason))
+    if not vanishes_above:
+        found.append(("iii", f"w does not vanish as rho grows: w = {float(w_far[1]):.3g} at {_at(far[1])}"))
+    elif slope_fault and w_fault:
+        found.append(("iii", f"neither f'/f nor w is a bell around rho = 1: f'/f {slope_fault}, w {w_fault}"))
+    elif not kinds:
+        found.append(("iii", "neither form of (iii) holds at every temperature"))
 
     if float(w.min()) < -TOLERANCE:
-        found.append(("iv", f"f decreases at log rho = {float(x[w.argmin()]):.3g}"))
+        found.append(("iv", f"f decreases at {_at(x[w.argmin()])}"))
     return found
 
 
-def _is_bell(values: Tensor, middle: int) -> bool:
-    """Rises up to the middle, falls from there on, and is strictly lower at a distance of 0.1 than in the middle."""
-    slope, slack = values.diff(), TOLERANCE * float(values.abs().max())
-    monotone = bool((slope[:middle] >= -slack).all()) and bool((slope[middle:] <= slack).all())
-    reach = round(0.1 / STEP)
-    edge = max(float(values[middle - reach]), float(values[middle + reach]))
-    return monotone and edge < float(values[middle]) - TOLERANCE
+def _at(log_ratio: Tensor | float) -> str:
+    """A place, for people: the log-ratio, and the ratio where that is a number one can read."""
+    x = float(log_ratio)
+    return f"log rho = {x:.3g}" + (f" (ratio {math.exp(x):.3g})" if abs(x) <= RANGE else "")
+
+
+def _fault_of_bell(values: Tensor, x: Tensor) -> str | None:
+    """What keeps values [N] over x [N] from a bell, and where; None for a bell.
+
+    A bell rises up to the middle, falls from there on, and is strictly lower at a distance of 0.1 than in the middle.
+    """
+    middle, reach = len(x) // 2, round(0.1 / STEP)
+    wrong_way = values.diff()
+    wrong_way[:middle] *= -1
+    worst = int(wrong_way.argmax())
+    if float(wrong_way[worst]) > TOLERANCE * float(values.abs().max()):
+        return f"{'falls' if worst < middle else 'rises'} at {_at(x[worst])}"
+    for edge in (middle - reach, middle + reach):
+        if float(values[edge]) >= float(values[middle]) - TOLERANCE:
+            return f"is as high at {_at(x[edge])} as at rho = 1"
+    return None
 
 
 def _jump(function: GateFunction, tau: float, x: Tensor) -> float | None:

@@ -22,7 +22,7 @@ def kl_estimate(policy_logprobs: Tensor, reference_logprobs: Tensor, estimator: 
         k3   exp(d) - 1 - d     unbiased, never negative, low variance: the GRPO term
 
     policy_logprobs, reference_logprobs: the same shape. Gradient: to policy_logprobs.
-    Source: J. Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv 2402.03300, equation 4.
+    Source: J. Schulman, "Approximating KL divergence" (2020); k3 in GRPO, arXiv 2402.03300.
     """
     d = reference_logprobs.detach() - policy_logprobs
     if estimator == "k1":

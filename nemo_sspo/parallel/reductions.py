@@ -32,6 +32,26 @@ def all_reduce(value: Tensor, group: Group, op: Any = dist.ReduceOp.SUM) -> Tens
     return reduced
 
 
+def sum_over_ranks(value: Tensor, group: Group) -> Tensor:
+    """The sum of `value` over `group`, the same on every rank. Differentiable: gradients are summed as well.
+
+    Right where what is minimised is the sum of the ranks' losses, as for an objective whose responses are sharded over
+    context-parallel ranks (its argument `reduce`).
+    """
+    return _SumOverRanks.apply(value, group)  # type: ignore[return-value]
+
+
+class _SumOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return all_reduce(value, group)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_reduce(grads[0], ctx.group), None
+
+
 def all_gather_rows(local: Tensor, group: Group, pad: float = 0) -> Tensor:
     """Rows of all ranks in rank order. Trailing sizes may differ by rank: they are padded with `pad` to the largest.
 

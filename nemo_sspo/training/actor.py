@@ -13,18 +13,19 @@ from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.module import MegatronModule
 from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import OptimizerConfig
 from nemo_sspo.data.responses import ResponseBatch, response_rows, response_targets
-from nemo_sspo.parallel import vocab_parallel_logprobs
+from nemo_sspo.model import final_hidden_states, output_weight
+from nemo_sspo.parallel import linear_logprobs
 from nemo_sspo.parallel.reductions import all_gather_rows, all_reduce, local_share
 
 # (this rank's micro-batch, policy log-probs [b,T], entropy [b,T]) -> this micro-batch's share of the global loss
@@ -51,7 +52,7 @@ class Actor:
     the distribution sampled from.
     """
 
-    def __init__(self, model: MegatronModule, groups: ProcessGroupCollection, micro_batch_size: int) -> None:
+    def __init__(self, model: GPTModel, groups: ProcessGroupCollection, micro_batch_size: int) -> None:
         megatron_cpu.install()
         self.groups = groups
         self.micro_batch_size = micro_batch_size
@@ -67,9 +68,9 @@ class Actor:
         return next(self.model.parameters()).device
 
     @property
-    def module(self) -> MegatronModule:
+    def module(self) -> GPTModel:
         """The bare Megatron-Core model."""
-        return cast(MegatronModule, self.model.module)
+        return cast(GPTModel, self.model.module)
 
     def set_optimizer(self, options: OptimizerConfig, clip_grad: float, total_steps: int) -> None:
         """A fresh optimizer and learning-rate schedule for a stage of `total_steps` optimizer steps."""
@@ -108,8 +109,8 @@ class Actor:
         if not len(batch):
             return torch.zeros(0, 0), torch.zeros(0, 0)
 
-        def outputs(piece: ResponseBatch, logits: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
-            return self._response_logprobs(logits, piece, temperature)
+        def outputs(piece: ResponseBatch, hidden: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
+            return self._response_logprobs(hidden, piece, temperature)
 
         was_training = self.model.training
         self.model.eval()
@@ -130,8 +131,8 @@ class Actor:
         local = batch.select(local_share(len(batch), dp))
         pieces = -(-len(local) // self.micro_batch_size)
 
-        def loss(piece: ResponseBatch, logits: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-            logprobs, entropy = self._response_logprobs(logits, piece, temperature)
+        def loss(piece: ResponseBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
+            logprobs, entropy = self._response_logprobs(hidden, piece, temperature)
             share = loss_function(piece, logprobs, entropy)
             return share * (pieces * dp.size()), (share.detach(), logprobs.detach(), entropy.detach())
 
@@ -153,11 +154,18 @@ class Actor:
             entropy=all_gather_rows(_stack_rows([p[2] for p in parts]), dp).cpu(),
         )
 
-    def _response_logprobs(self, logits: Tensor, piece: ResponseBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """``[b, S, V/tp] -> [b, T], [b, T]``: log-probability and entropy of each response token; 0 on padding."""
-        return vocab_parallel_logprobs(
-            response_rows(logits, piece), response_targets(piece), self.groups.tp, temperature=temperature
-        )
+    def _response_logprobs(self, hidden: Tensor, piece: ResponseBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each response token, ``[b, T]`` each, 0 on padding, from ``[S, b, H]``.
+
+        Only the rows that predict a response token meet the output layer.
+        """
+        mask = piece.mask.bool()
+        rows = response_rows(hidden.transpose(0, 1), piece)[mask]
+        targets = response_targets(piece)[mask]
+        weight = output_weight(self.module)
+        values = linear_logprobs(rows, weight, targets, self.groups.tp, temperature=temperature)
+        logprobs, entropy = (value.new_zeros(mask.shape).masked_scatter(mask, value) for value in values)
+        return logprobs, entropy
 
     def _schedule(self, batch: ResponseBatch, micro_batch_size: int, function: Callable, forward_only: bool) -> list:
         """Run Megatron-Core's schedule over `batch`; returns what `function` returned for each micro-batch."""
@@ -165,8 +173,7 @@ class Actor:
 
         def forward_step(pieces: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
             piece = next(pieces).to(self.device)
-            positions = torch.arange(piece.tokens.shape[1], device=piece.tokens.device).expand_as(piece.tokens)
-            return model(piece.tokens, positions, None), partial(function, piece)
+            return final_hidden_states(model, self.module, piece.tokens), partial(function, piece)
 
         schedule = get_forward_backward_func(pp_size=self.groups.pp.size(), vp_size=None)
         results: list = schedule(  # type: ignore[assignment]  (declared to return nothing)

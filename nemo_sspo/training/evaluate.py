@@ -9,13 +9,12 @@ import torch
 
 from nemo_sspo.config import load_run_config
 from nemo_sspo.config.resolve import shape_fields
-from nemo_sspo.data import build_datasets, build_tokenizer
 from nemo_sspo.errors import UserError
 from nemo_sspo.generation import sample_seed
 from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints, load_model, read_checkpoint
 from nemo_sspo.training.distributed import process_groups, rank
 from nemo_sspo.training.rollout import sampling_params
-from nemo_sspo.training.run import build_policy, choose_accelerator
+from nemo_sspo.training.run import build_policy, choose_accelerator, load_data
 from nemo_sspo.training.validation import answer_problems, validate
 
 
@@ -31,14 +30,7 @@ def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: i
     config = load_run_config(run_dir)
     choose_accelerator(config.trainer.accelerator)
     found = _checkpoint(run_dir, checkpoint)
-    tokenizer = build_tokenizer(config.model.tokenizer)
-    datasets = build_datasets(
-        config.model.data,
-        tokenizer,
-        seed=config.model.seed,
-        encoder_seq_length=config.model.encoder_seq_length,
-        max_response_length=config.model.grpo.length_params.max_length,
-    )
+    tokenizer, datasets = load_data(config)
     problems = getattr(datasets, split)
     grpo = config.model.grpo
     sampling = sampling_params(tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature)

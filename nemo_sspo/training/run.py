@@ -54,14 +54,7 @@ def run_training(config: RunConfig) -> int:
     """
     choose_accelerator(config.trainer.accelerator)
     run_dir = Path(config.exp_manager.explicit_log_dir)
-    tokenizer = build_tokenizer(config.model.tokenizer)
-    datasets = build_datasets(
-        config.model.data,
-        tokenizer,
-        seed=config.model.seed,
-        encoder_seq_length=config.model.encoder_seq_length,
-        max_response_length=config.model.grpo.length_params.max_length,
-    )
+    tokenizer, datasets = load_data(config)
     _check_data(config, datasets)
     checkpoint = find_checkpoint(config, run_dir)
     with contextlib.ExitStack() as stack:
@@ -89,6 +82,19 @@ def choose_accelerator(name: str) -> None:
             "trainer.accelerator: got gpu, but PyTorch finds no CUDA device; set trainer.accelerator=cpu, or install a "
             "CUDA build of PyTorch and check nvidia-smi"
         )
+
+
+def load_data(config: RunConfig) -> tuple[Tokenizer, Datasets]:
+    """The tokenizer, and every split of problems, tokenised."""
+    tokenizer = build_tokenizer(config.model.tokenizer)
+    datasets = build_datasets(
+        config.model.data,
+        tokenizer,
+        seed=config.model.seed,
+        encoder_seq_length=config.model.encoder_seq_length,
+        max_response_length=config.model.grpo.length_params.max_length,
+    )
+    return tokenizer, datasets
 
 
 def build_policy(config: RunConfig, tokenizer: Tokenizer, groups: Any) -> tuple[Actor, NativeEngine]:

@@ -184,13 +184,22 @@ class Trainer:
                 piece.mask,
                 num_responses=responses,
                 num_tokens=tokens,
+                rollout_logprobs=piece.rollout_logprobs,
+                entropy=entropy,
             ).loss
 
         return loss
 
     def _policy_metrics(self, batch: Rollout, result: StepResult) -> dict:
         """The objective's metrics over the global batch, however it was cut, and what its ratios looked like."""
-        output = self.objective(result.policy_logprobs, batch.old_logprobs, batch.advantages, batch.mask)
+        output = self.objective(
+            result.policy_logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.mask,
+            rollout_logprobs=batch.rollout_logprobs,
+            entropy=result.entropy,
+        )
         log_ratio = (result.policy_logprobs - batch.old_logprobs)[batch.mask.bool()]
         return {k: float(v) for k, v in output.metrics.items()} | {
             "log_ratio/quantiles": torch.quantile(log_ratio, torch.tensor(QUANTILES)).tolist(),

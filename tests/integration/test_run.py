@@ -161,6 +161,20 @@ def test_the_other_objectives_train(tmp_path, objective):
 
 
 @pytest.mark.slow
+def test_corrections_and_the_entropy_bonus_train(tmp_path):
+    options = (
+        "rollout_correction=token_tis",
+        "rollout_sequence_mask=max",
+        "rollout_sequence_high=2.0",
+        "entropy_coeff=0.01",
+    )
+    train(tmp_path / "run", *(f"model.grpo.objective.{option}" for option in options))
+    records = lines(tmp_path / "run" / "metrics.jsonl")
+    assert all(0.9 < r["rollout_ratio/mean"] < 1.1 for r in records)  # the engine shares the trainer's weights
+    assert any(r["log_ratio/std"] > 1e-6 for r in records)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("gate", ["expsig", "expatan", "gumbel", "siglog"])
 def test_the_other_gates_train(tmp_path, gate):
     train(tmp_path / gate, f"model.grpo.objective.gate={gate}", "trainer.grpo.max_steps=1")

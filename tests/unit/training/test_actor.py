@@ -63,7 +63,7 @@ def test_the_gradient_is_autograds(groups):
     (total / batch.num_tokens).backward()
     norm = torch.sqrt(sum(p.grad.pow(2).sum() for p in plain.parameters() if p.grad is not None))
     result = actor.step(batch, mean_nll(batch))
-    assert result.loss == pytest.approx(float(total / batch.num_tokens), rel=1e-5)
+    assert result.loss == pytest.approx(float(total.detach() / batch.num_tokens), rel=1e-5)
     assert result.grad_norm == pytest.approx(float(norm), rel=1e-5)
     for (name, mine), theirs in zip(actor.module.named_parameters(), plain.parameters(), strict=True):
         expected = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
@@ -78,6 +78,22 @@ def test_loss_and_gradient_do_not_depend_on_the_micro_batches(groups, micro_batc
     assert cut.loss == pytest.approx(whole.loss, rel=1e-6)
     assert cut.grad_norm == pytest.approx(whole.grad_norm, rel=1e-5)
     torch.testing.assert_close(cut.policy_logprobs, whole.policy_logprobs, atol=1e-6, rtol=0)
+
+
+def test_full_logits_never_exist(groups):
+    actor = make_actor(groups)
+    batch = uneven_batch(4)
+
+    def refuse(module, *unused):
+        raise AssertionError("the output layer was called")
+
+    handle = actor.module.output_layer.register_forward_pre_hook(refuse)
+    actor.logprobs(batch, 4)
+    actor.step(batch, mean_nll(batch))
+    handle.remove()
+    with pytest.raises(AssertionError, match="was called"):  # the check can fail: a plain forward pass does call it
+        actor.module.output_layer.register_forward_pre_hook(refuse)
+        actor.module(batch.tokens, torch.arange(batch.tokens.shape[1]).expand_as(batch.tokens), None)
 
 
 def test_a_loss_that_is_not_finite_leaves_the_weights_alone(groups):
