@@ -50,10 +50,9 @@ lint: setup ## ruff, pyright, import-linter, shellcheck
 	$(BIN)/lint-imports
 	$(BIN)/shellcheck $(SCRIPTS)
 
-bench: setup ## list the benchmarks and how to run them
-	@for script in $(wildcard tests/benchmarks/*.py); do \
-		echo "$(BIN)/python $$script   $$(sed -n '1s/^"""\(.*[^"]\)"*$$/\1/p' "$$script")"; done
-	@test -n "$(wildcard tests/benchmarks/*.py)" || echo "tests/benchmarks holds no script yet"
+bench: setup ## run the benchmarks of tests/benchmarks: ratios and medians, side by side
+	$(BIN)/python tests/benchmarks/logprobs.py
+	$(BIN)/python tests/benchmarks/objectives.py
 
 clean: ## remove .venv and caches; runs in results/ stay
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The command line: ``nemo-sspo train | eval | report``.
+"""The command line: ``nemo-sspo train | eval | report | gates``.
 
 Arguments and config are checked before torch is imported, so that ``--help`` and a misspelt key answer at once.
 Exit status: 0 done, 1 failed (with a traceback), 2 wrong usage or input (one line), 75 stopped on a signal and
@@ -8,6 +8,7 @@ resumable.
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import sys
@@ -38,6 +39,13 @@ _REPORT_EXAMPLES = """\
 examples:
   nemo-sspo report results/tiny_moe_cpu
   nemo-sspo report results/sspo results/grpo --output comparison.html
+"""
+
+_GATES_EXAMPLES = """\
+examples:
+  nemo-sspo gates --output docs/images
+  nemo-sspo gates --preset paper_literal
+  nemo-sspo gates --gate atanlog expsig --tau-pos 2 --tau-neg 3
 """
 
 
@@ -95,6 +103,24 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _gates(arguments: argparse.Namespace) -> int:
+    given = {"--tau-pos": arguments.tau_pos, "--tau-neg": arguments.tau_neg}
+    for option, tau in given.items():
+        if tau is not None and not 0 < tau < math.inf:
+            raise UserError(f"{option}: got {tau:g}, allowed: a finite number above 0")
+    temperatures = [tau for tau in given.values() if tau is not None]
+    if len(temperatures) == 1:
+        raise UserError("--tau-pos, --tau-neg: got one of the two; give both or neither")
+    if temperatures and arguments.preset is not None:
+        raise UserError("--preset: names a pair of temperatures; leave it or --tau-pos and --tau-neg out")
+    from nemo_sspo.report.gates_figure import temperature_sets, write_gates
+
+    sets = temperature_sets(tuple(temperatures), arguments.preset)
+    table, *written = write_gates(arguments.output, sets, arguments.gate)
+    print(table, *written, sep="\n")
+    return 0
+
+
 class _Parser(argparse.ArgumentParser):
     """Wrong usage is a `UserError`: one line, status 2, printed by one process only."""
 
@@ -140,6 +166,20 @@ def _parser() -> argparse.ArgumentParser:
         help="default: DIR/report.html for one run, comparison.html for several",
     )
     report.set_defaults(handler=_report)
+
+    gates = _command(commands, "gates", "draw the gates and check the conditions on them", _GATES_EXAMPLES)
+    gates.add_argument(
+        "--output",
+        type=Path,
+        default=Path("results/gates"),
+        metavar="DIR",
+        help="where gates.png and gates.svg go (default: results/gates)",
+    )
+    gates.add_argument("--gate", nargs="+", action="extend", metavar="NAME", help="default: every gate")
+    gates.add_argument("--tau-pos", type=float, metavar="X", help="temperature where the advantage is above 0")
+    gates.add_argument("--tau-neg", type=float, metavar="Y", help="temperature elsewhere; larger decays faster")
+    gates.add_argument("--preset", metavar="NAME", help="paper_literal or paper_scale, instead of --tau-*")
+    gates.set_defaults(handler=_gates)
     return parser
 
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from nemo_sspo.objective.layout import Layout
 
 
-def check_shapes(tokens: dict[str, Tensor | None], advantages: Tensor, cu_seqlens: Tensor | None) -> None:
+def check_shapes(tokens: dict[str, Tensor | None], advantages: Tensor, cu_seqlens: Tensor | None = None) -> None:
     """Raises ValueError, with both shapes, unless all tensors in `tokens` agree with each other and with advantages.
 
     tokens: by argument name, policy_logprobs first; each [B, T], or [N] with cu_seqlens [B + 1]. advantages: [B].

@@ -164,7 +164,7 @@ def _fault_of_bell(values: Tensor, x: Tensor) -> str | None:
         return f"{'falls' if worst < middle else 'rises'} at {_at(x[worst])}"
     for edge in (middle - reach, middle + reach):
         if float(values[edge]) >= float(values[middle]) - TOLERANCE:
-            return f"is as high at {_at(x[edge])} as at rho = 1"
+            return f"is flat from rho = 1 to {_at(x[edge])}"
     return None
 
 

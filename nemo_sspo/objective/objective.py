@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from nemo_sspo.objective.checks import check_shapes, check_values
+from nemo_sspo.objective.chunks import chunk_rows, sum_over_chunks
 from nemo_sspo.objective.corrections import RolloutCorrection, scale_gradient
 from nemo_sspo.objective.gates import bounded_exp, compute_dtype
 from nemo_sspo.objective.layout import Layout, Reduce, make_layout
@@ -87,6 +88,14 @@ class Objective:
         _check_given("entropy_coeff", self.entropy_coeff > 0, "entropy", entropy)
         _check_given("rollout_correction", bool(self.correction), "rollout_logprobs", rollout_logprobs)
         optional = {"reference_logprobs": reference_logprobs, "rollout_logprobs": rollout_logprobs, "entropy": entropy}
+        rows = chunk_rows(mask) if cu_seqlens is None and reduce is None else 0
+        if rows:
+            check_shapes(
+                {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs, **optional, "mask": mask}, advantages
+            )
+            return self._in_chunks(
+                rows, policy_logprobs, old_logprobs, advantages, mask, num_responses, num_tokens, optional
+            )
         inputs = self._inputs(policy_logprobs, old_logprobs, advantages, mask, cu_seqlens, reduce, optional)
         layout, extras = inputs.layout, {}
 
@@ -115,6 +124,38 @@ class Objective:
                 loss = loss - self.entropy_coeff * mean(extras["entropy/mean"])
         statistics = measure(inputs, surrogate, extras)
         return ObjectiveOutput(loss, statistics.metrics(), statistics)
+
+    def _in_chunks(
+        self,
+        rows: int,
+        policy_logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        num_responses: float | Tensor | None,
+        num_tokens: float | Tensor | None,
+        optional: Mapping[str, Tensor | None],
+    ) -> ObjectiveOutput:
+        """The same loss, gradient and metrics, `rows` rows of [B, T] at a time; shapes are checked."""
+        if self.check_finite:
+            tokens = {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs, **optional}
+            check_values(tokens, advantages, mask, None, make_layout(mask, advantages.numel(), torch.float32))
+        own = {
+            "num_responses": mask.shape[0] if num_responses is None else num_responses,
+            "num_tokens": mask.bool().sum() if num_tokens is None else num_tokens,
+        }
+        others = {name: value for name, value in optional.items() if name != "entropy"}
+        part, statistics = replace(self, check_finite=False), []
+
+        def evaluate(piece: slice, policy: Tensor, entropy: Tensor | None) -> Tensor:
+            given = {name: value if value is None else value[piece] for name, value in others.items()}
+            out = part(policy, old_logprobs[piece], advantages[piece], mask[piece], entropy=entropy, **given, **own)
+            statistics.append(out.statistics)
+            return out.loss
+
+        loss = sum_over_chunks(evaluate, rows, policy_logprobs, optional["entropy"])
+        total = sum(statistics[1:], start=statistics[0])
+        return ObjectiveOutput(loss, total.metrics(), total)
 
     def token_weights(
         self,

@@ -48,6 +48,15 @@ def png(figure: Figure, dots_per_inch: int = 130) -> bytes:
     return buffer.getvalue()
 
 
+def svg(figure: Figure) -> str:
+    """The figure as SVG text that is the same from run to run, so that it can be committed: no date, fixed ids."""
+    buffer = io.StringIO()
+    settings: Any = {"svg.hashsalt": "nemo_sspo"}
+    with matplotlib.rc_context(settings):
+        figure.savefig(buffer, format="svg", metadata={"Date": None, "Creator": None})
+    return "".join(f"{line.rstrip()}\n" for line in buffer.getvalue().splitlines())
+
+
 def new_figure(columns: int = 1, rows: int = 1) -> Figure:
     """An empty figure, as wide and high as so many panels need."""
     padding = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08, hspace=0.03, wspace=0.03)

@@ -12,7 +12,7 @@ import pytest
 
 from nemo_sspo import __version__, cli
 
-COMMANDS = ["train", "eval", "report"]
+COMMANDS = ["train", "eval", "report", "gates"]
 
 
 @pytest.fixture
@@ -100,6 +100,16 @@ class TestWrongUsage:
             (["eval", "--run", "nope", "extra"], "unrecognized arguments: extra; see nemo-sspo eval --help"),
             (["report"], "the following arguments are required: DIR"),
             (["report", "nope"], "nope: no such folder"),
+            (["gates", "--gate", "atanlgo"], "--gate: unknown 'atanlgo'; allowed: "),
+            (["gates", "--gate", "atanlgo"], "Did you mean 'atanlog'?"),
+            (["gates", "--preset", "paper"], "--preset: unknown 'paper'; allowed: paper_literal, paper_scale."),
+            (["gates", "--tau-pos", "0", "--tau-neg", "1"], "--tau-pos: got 0, allowed: a finite number above 0"),
+            (["gates", "--tau-pos", "1", "--tau-neg", "-2"], "--tau-neg: got -2, allowed"),
+            (["gates", "--tau-pos", "nan", "--tau-neg", "1"], "--tau-pos: got nan, allowed"),
+            (["gates", "--tau-pos", "1"], "--tau-pos, --tau-neg: got one of the two"),
+            (["gates", "--tau-pos", "1", "--tau-neg", "1", "--preset", "paper_scale"], "--preset: names a pair"),
+            (["gates", "--tau-pos", "x"], "invalid float value: 'x'"),
+            (["gates", "--output", "/dev/null/gates"], "--output: /dev/null/gates cannot be written (Not a directory)"),
         ],
     )
     def test_one_line_and_status_2(self, arguments, message, capsys, tmp_path, monkeypatch, stub):
@@ -180,6 +190,17 @@ class TestDispatch:
         assert cli.main(["report", *map(str, folders)]) == 0
         assert cli.main(["report", *map(str, folders), "--output", "x.html"]) == 0
         assert calls == [(folders, Path("comparison.html")), (folders, Path("x.html"))]
+
+    def test_gates(self, tmp_path, monkeypatch, capsys):
+        monkeypatch.chdir(tmp_path)
+        assert cli.main(["gates", "--gate", "siglog", "gumbel", "--tau-pos", "1", "--tau-neg", "2"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-2:] == ["results/gates/gates.png", "results/gates/gates.svg"]
+        assert "  given: 1 where A > 0, 2 elsewhere" in lines
+        assert [line.split()[:2] for line in lines[4:8]] == [
+            ["siglog", "1"], ["siglog", "2"], ["gumbel", "-"], ["GMPO", "clip,"],
+        ]  # fmt: skip
+        assert (tmp_path / lines[-2]).is_file() and (tmp_path / lines[-1]).is_file()
 
 
 @pytest.fixture

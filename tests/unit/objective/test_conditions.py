@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from nemo_sspo.errors import UserError
-from nemo_sspo.objective import GATES, bounded_exp, build_objective, check_conditions, gate_weight, register_gate
+from nemo_sspo.objective import GATES, Gate, bounded_exp, build_objective, check_conditions, gate_weight, register_gate
 
 KINDS = {"expsig": "iii.1", "expatan": "iii.1", "gumbel": "iii.2", "siglog": "iii.2", "atanlog": "iii.2"}
 
@@ -30,15 +30,15 @@ def test_the_papers_gates_meet_every_condition(name):
 @pytest.mark.parametrize(
     ("log_f", "condition", "words"),
     [
-        (lambda x, tau: x.clamp(-0.4, 0.4), "i", "f' jumps at log rho = -0.4"),
+        (lambda x, tau: x.clamp(-0.4, 0.4), "i", "f' jumps at log rho = -0.4 (ratio 0.67)"),
         (lambda x, tau: x.clamp(max=0.4), "i", "f' jumps at log rho = 0.4"),
         (lambda x, tau: torch.atan(x) + 0.1 * (x > 2), "i", "f jumps at log rho = 2"),
         (lambda x, tau: torch.atan(2 * x), "ii", "f'(1) = 2"),
         (lambda x, tau: torch.atan(x) + 0.5, "ii", "log f(1) = 0.5"),
-        (lambda x, tau: x, "iii", "w does not vanish as rho grows"),
-        (lambda x, tau: torch.atan(x - 1) * 2 + 1.5707963267948966, "iii", "is a bell around rho = 1"),
-        (lambda x, tau: x * torch.exp(-x.square()), "iv", "f decreases"),
-        (lambda x, tau: 1 - torch.exp(1 - x.exp()), "finite", "not finite"),
+        (lambda x, tau: x, "iii", "w does not vanish as rho grows: w = 1 at log rho = 1e+04"),
+        (lambda x, tau: torch.atan(x - 1) * 2 + 1.5707963267948966, "iii", "w rises at log rho = 0.422 (ratio 1.53)"),
+        (lambda x, tau: x * torch.exp(-x.square()), "iv", "f decreases at log rho = -1.23 (ratio 0.294)"),
+        (lambda x, tau: 1 - torch.exp(1 - x.exp()), "finite", "not finite at log rho = 1e+04"),
     ],
     ids=[
         "hard clip",
@@ -58,6 +58,18 @@ def test_a_gate_that_fails_is_refused_with_the_condition(registry, log_f, condit
     assert f"({condition}) " in str(error.value)
     assert words in str(error.value)
     assert "mine" not in registry
+
+
+@pytest.mark.parametrize(
+    ("log_f", "words"),
+    [
+        (lambda x, tau: x.clamp(-0.4, 0.4), "w is flat from rho = 1 to log rho = -0.1 (ratio 0.905)"),
+        (lambda x, tau: torch.where(x > 0, torch.atan(x), x), "w is flat from rho = 1 to log rho = -0.1"),
+    ],
+)
+def test_condition_iii_says_what_is_no_bell(log_f, words):
+    report = check_conditions(Gate("mine", log_f, log_f, "iii.2", uses_tau=False))
+    assert words in report.failures["iii"]
 
 
 def test_a_weight_that_is_not_the_derivative_is_refused(registry):
