@@ -142,7 +142,7 @@ class Objective:
             check_values(tokens, advantages, mask, None, make_layout(mask, advantages.numel(), torch.float32))
         own = {
             "num_responses": mask.shape[0] if num_responses is None else num_responses,
-            "num_tokens": mask.bool().sum() if num_tokens is None else num_tokens,
+            "num_tokens": mask.count_nonzero() if num_tokens is None else num_tokens,
         }
         others = {name: value for name, value in optional.items() if name != "entropy"}
         part, statistics = replace(self, check_finite=False), []

@@ -50,11 +50,11 @@ def measure(run: Callable[[], object], repeats: int = 1) -> dict[str, float]:
 def in_own_process(script: str, *arguments: str, exact_memory: bool = False) -> dict[str, Any]:
     """Runs ``script`` with ``arguments`` in a fresh interpreter; its last line of output is a JSON object.
 
-    With ``exact_memory`` the C library returns every block above 1 MiB to the system at once, where it would keep
+    With ``exact_memory`` the C library returns every block above 64 KiB to the system at once, where it would keep
     some below 32 MiB. That costs time.
     """
     command = [sys.executable, script, *arguments]
-    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**20)} if exact_memory else None
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": str(2**16)} if exact_memory else None
     done = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
     lines = done.stdout.strip().splitlines()
     if done.returncode != 0 or not lines:
