@@ -27,6 +27,7 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
     (AT_LEAST_1, "trainer", "num_nodes devices", "torchrun decides how many processes there are"),
     (_one_of("cpu", "gpu"), "trainer", "accelerator", ""),
     (_one_of("32", "bf16"), "trainer", "precision", ""),
+    (AT_LEAST_1, "trainer.sft", "save_interval", "a value above max_steps saves only at the end"),
     (AT_LEAST_0, "trainer.sft", "max_steps", "0 leaves the cold start out"),
     (ABOVE_0, "trainer.sft", "gradient_clip_val", "a large value, such as 1e9, never clips"),
     (AT_LEAST_0, "trainer.grpo", "max_steps", "0 trains the cold start only"),

@@ -41,6 +41,7 @@ class SFTTrainerConfig:
     """The cold start: a short supervised stage before GRPO. ``max_steps=0`` leaves it out."""
 
     max_steps: int = 0
+    save_interval: int = 100  # optimizer steps
     gradient_clip_val: float = 1.0
 
 

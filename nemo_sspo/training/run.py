@@ -36,6 +36,7 @@ from nemo_sspo.training.trainer import Trainer
 _MAY_CHANGE = (
     "trainer.num_nodes",
     "trainer.devices",
+    "trainer.sft.save_interval",
     "trainer.grpo.max_steps",
     "trainer.grpo.generation_rollout_mbs",
     "trainer.grpo.val_",

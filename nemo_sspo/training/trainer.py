@@ -93,8 +93,10 @@ class Trainer:
                 if self.recorder is not None:
                     self.recorder.cold_start(record)
                 progress.update(record)
-                if self.stop.agreed(self.groups.dp_cp):
+                stopping = self.stop.agreed(self.groups.dp_cp)
+                if stopping or (step + 1) % self.config.trainer.sft.save_interval == 0:
                     self._save("cold_start")
+                if stopping:
                     return False
         return True
 

@@ -103,6 +103,26 @@ def test_a_stopped_run_resumes_as_if_nothing_had_been(finished, tmp_path, when, 
         assert without_times(lines(run_dir / name)) == without_times(lines(finished / name)), name
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["cold_start.jsonl", "metrics.jsonl"])
+def test_a_killed_run_resumes_from_its_newest_checkpoint(finished, tmp_path, when):
+    run_dir = tmp_path / "killed"
+    process = start(run_dir, "trainer.sft.save_interval=4")
+    deadline = time.monotonic() + 120
+    while not (run_dir / when).exists() or len((run_dir / when).read_text().splitlines()) < (
+        7 if "cold" in when else 3
+    ):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.kill()
+    process.communicate(timeout=60)
+    assert list((run_dir / "checkpoints").glob("*_0*"))
+    train(run_dir, "trainer.sft.save_interval=4")
+    for name in RECORDS:
+        assert without_times(lines(run_dir / name)) == without_times(lines(finished / name)), name
+
+
 def test_a_finished_run_run_again_changes_nothing(finished):
     before = {name: (finished / name).read_bytes() for name in RECORDS}
     train(finished)
