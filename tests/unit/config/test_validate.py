@@ -60,6 +60,7 @@ OUT_OF_RANGE = [
     ("trainer__precision", "fp8", "32 or bf16"),
     ("trainer__sft__max_steps", -1, ">= 0"),
     ("trainer__sft__gradient_clip_val", 0.0, "> 0"),
+    ("trainer__sft__save_interval", 0, ">= 1"),
     ("trainer__grpo__max_steps", -1, ">= 0"),
     ("trainer__grpo__samples_per_prompt", 1, ">= 2"),
     ("trainer__grpo__num_prompts_per_grpo_step", 0, ">= 1"),
