@@ -22,7 +22,7 @@ from nemo_sspo.data.dataset import Datasets
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.errors import UserError
 from nemo_sspo.generation.native import NativeEngine
-from nemo_sspo.model import build_model
+from nemo_sspo.model import build_model, parameter_count
 from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
 from nemo_sspo.training.actor import Actor
@@ -65,6 +65,7 @@ def run_training(config: RunConfig) -> int:
         recorder = on_rank_zero(lambda: open_recorder(config, run_dir), groups.dp_cp)
         if recorder is not None:
             stack.enter_context(recorder)
+            _say_start(run_dir, actor, checkpoint)
         trainer = Trainer(config, actor, engine, tokenizer, datasets, groups, run_dir, stop, recorder)
         finished = trainer.fit(checkpoint)
         if recorder is not None:
@@ -181,6 +182,11 @@ def summary(run_dir: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any
         "samples_per_second": responses / position.seconds if position.seconds else None,
         "seconds": position.seconds,
     }
+
+
+def _say_start(run_dir: Path, actor: Actor, checkpoint: Checkpoint | None) -> None:
+    size = f"{parameter_count(actor.module):,} parameters, {world_size()} process{'es' if world_size() > 1 else ''}"
+    print(f"{run_dir}: {size}, {'resuming from ' + checkpoint.path.name if checkpoint else 'starting'}", flush=True)
 
 
 def _say_where(run_dir: Path, finished: bool, signal_name: str | None) -> None:

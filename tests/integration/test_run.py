@@ -98,7 +98,7 @@ def test_a_stopped_run_resumes_as_if_nothing_had_been(finished, tmp_path, when, 
     assert f"Stopped on {number.name}" in out
     assert "run the same command again" in out
     assert len(lines(run_dir / when)) < len(lines(finished / when))
-    train(run_dir)
+    assert "resuming from" in train(run_dir).stdout
     for name in RECORDS:
         assert without_times(lines(run_dir / name)) == without_times(lines(finished / name)), name
 
