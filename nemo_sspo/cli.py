@@ -67,6 +67,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"nemo-sspo: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before training starts, or the second one within it
+        print(
+            "nemo-sspo: interrupted; to go on from the newest checkpoint, run the same command again", file=sys.stderr
+        )
+        return 75
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -93,12 +98,19 @@ def _eval(arguments: argparse.Namespace) -> int:
 def _report(arguments: argparse.Namespace) -> int:
     from nemo_sspo.report import write_comparison, write_report
 
-    if len(arguments.runs) > 1:
-        written = write_comparison(arguments.runs, arguments.output or Path("comparison.html"))
-    else:
-        written = write_report(arguments.runs[0])
-        if arguments.output is not None and arguments.output.resolve() != written.resolve():
-            written = Path(shutil.copyfile(written, arguments.output))
+    output = arguments.output
+    try:
+        if output is not None:
+            output.parent.mkdir(parents=True, exist_ok=True)
+        if len(arguments.runs) > 1:
+            written = write_comparison(arguments.runs, output or Path("comparison.html"))
+        else:
+            written = write_report(arguments.runs[0])
+            if output is not None and output.resolve() != written.resolve():
+                written = Path(shutil.copyfile(written, output))
+    except OSError as error:
+        place = error.filename2 or error.filename or output
+        raise UserError(f"--output: cannot write {place} ({error.strerror}); give a file that can be written") from None
     print(written)
     return 0
 

@@ -49,7 +49,14 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
         "save_top_k",
         "-1 keeps all checkpoints",
     ),
-    (AT_LEAST_0, "model", "seed moe_aux_loss_coeff", ""),
+    (
+        Rule("a folder", lambda value: value.strip() != ""),
+        "exp_manager",
+        "explicit_log_dir",
+        "it is where the run is written; give it a folder of its own",
+    ),
+    (Rule(">= 0 and < 2**31", lambda value: 0 <= value < 2**31), "model", "seed", ""),
+    (AT_LEAST_0, "model", "moe_aux_loss_coeff", ""),
     (AT_LEAST_1, "model", "num_layers hidden_size num_attention_heads num_query_groups", ""),
     (AT_LEAST_1, "model", "num_moe_experts moe_router_topk moe_ffn_hidden_size", ""),
     (

@@ -42,6 +42,7 @@ def validate(config: RunConfig, world_size: int) -> None:
         _finite(config),
         _ranges(config),
         _layout(config),
+        _precision(config),
         _model(config),
         _batches(config, world_size),
         _lengths(config),
@@ -89,6 +90,15 @@ def _layout(config: RunConfig) -> Iterator[str]:
             )
 
 
+def _precision(config: RunConfig) -> Iterator[str]:
+    """Megatron-Core's mixed-precision optimizer knows CUDA tensors only."""
+    if config.trainer.precision != "32" and config.trainer.accelerator == "cpu":
+        yield (
+            f"trainer.precision: got {config.trainer.precision}, allowed: 32, because trainer.accelerator=cpu; "
+            "this version trains in bfloat16 on GPUs only"
+        )
+
+
 def _model(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.num_attention_heads % model.num_query_groups:
@@ -115,10 +125,14 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
             + _batch_advice(responses, grpo.optimizer_steps_per_rollout)
         )
     processes = f"the number of data-parallel processes ({world_size})"
-    if model.global_batch_size % (model.micro_batch_size * world_size):
+    if model.global_batch_size % world_size:
+        yield f"model.global_batch_size: got {model.global_batch_size}, allowed: a multiple of {processes}"
+    share = model.global_batch_size // world_size
+    if share % min(model.micro_batch_size, max(share, 1)):
         yield (
-            f"model.global_batch_size: got {model.global_batch_size}, allowed: a multiple of "
-            f"model.micro_batch_size={model.micro_batch_size} times {processes}; lower model.micro_batch_size"
+            f"model.micro_batch_size: got {model.micro_batch_size}, allowed: a divisor of the {share} responses that a "
+            f"process has in an optimizer step (model.global_batch_size={model.global_batch_size} over {processes}), "
+            "or more than that"
         )
     if config.trainer.sft.max_steps and model.sft.global_batch_size % world_size:
         yield f"model.sft.global_batch_size: got {model.sft.global_batch_size}, allowed: a multiple of {processes}"

@@ -34,6 +34,8 @@ def sum_over_chunks(evaluate: Evaluate, rows: int, policy_logprobs: Tensor, entr
     policy_logprobs, entropy: [B, T]. Gradient: to both, once: the first backward pass scales the kept gradient in
     place and hands it over, and a second one raises RuntimeError.
     """
+    if not torch.is_grad_enabled():  # needs_input_grad would say nothing of it
+        policy_logprobs, entropy = policy_logprobs.detach(), None if entropy is None else entropy.detach()
     return _RowChunks.apply(evaluate, rows, policy_logprobs, entropy)  # type: ignore[return-value]
 
 
@@ -52,8 +54,8 @@ class _RowChunks(torch.autograd.Function):
                 }
                 share = evaluate(piece, own["policy"], own["entropy"])  # type: ignore[arg-type]
                 leaves: Any = [own[name] for name in wanted]
-                found = torch.autograd.grad(share, leaves, allow_unused=True) if wanted else ()
-            for name, gradient in zip(wanted, found, strict=True):
+                found = torch.autograd.grad(share, leaves, allow_unused=True) if share.requires_grad else ()
+            for name, gradient in zip(wanted, found or [None] * len(wanted), strict=True):
                 ctx.gradients[name][piece] = 0.0 if gradient is None else gradient
             shares.append(share.detach())
         return torch.stack(shares).sum()

@@ -88,11 +88,10 @@ class Objective:
         _check_given("entropy_coeff", self.entropy_coeff > 0, "entropy", entropy)
         _check_given("rollout_correction", bool(self.correction), "rollout_logprobs", rollout_logprobs)
         optional = {"reference_logprobs": reference_logprobs, "rollout_logprobs": rollout_logprobs, "entropy": entropy}
+        tokens = {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs, **optional, "mask": mask}
+        check_shapes(tokens, advantages, cu_seqlens)
         rows = chunk_rows(mask) if cu_seqlens is None and reduce is None else 0
         if rows:
-            check_shapes(
-                {"policy_logprobs": policy_logprobs, "old_logprobs": old_logprobs, **optional, "mask": mask}, advantages
-            )
             return self._in_chunks(
                 rows, policy_logprobs, old_logprobs, advantages, mask, num_responses, num_tokens, optional
             )

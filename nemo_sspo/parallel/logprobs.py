@@ -283,7 +283,10 @@ def _matmul(a: Tensor, b: Tensor, out: Tensor, accumulate: bool = False) -> None
     if a.dtype == out.dtype:
         torch.addmm(out, a, b, beta=int(accumulate), out=out)
     elif a.is_cuda and out.dtype == torch.float32 and _MM_HAS_OUT_DTYPE:
-        torch.addmm(out, a, b, out_dtype=out.dtype, beta=int(accumulate), out=out)
+        # Not addmm: PyTorch 2.8's wants its first operand in half precision.
+        product = torch.mm(a, b, out_dtype=out.dtype, out=None if accumulate else out)
+        if accumulate:
+            out += product
     elif accumulate:
         out += a @ b
     else:

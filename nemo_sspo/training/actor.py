@@ -6,6 +6,7 @@ data-parallel ranks, so a loss that is already divided by the global count is mu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -48,8 +49,8 @@ class StepResult:
 class Actor:
     """The policy on this rank.
 
-    `temperature` divides the logits: give the one that responses are sampled at, so that log-probabilities are those of
-    the distribution sampled from.
+    `temperature` divides the logits: give the one that responses are sampled at. Log-probabilities are those of the
+    full output distribution; an engine that never samples padding has them higher by -log(1 - p(padding)).
     """
 
     def __init__(self, model: GPTModel, groups: ProcessGroupCollection, micro_batch_size: int) -> None:
@@ -125,7 +126,7 @@ class Actor:
         `loss_function` gives each micro-batch's share of the loss: its sum over rows, divided by a *global* count.
 
         Raises:
-            FloatingPointError: the loss is not finite (the weights are as they were).
+            FloatingPointError: the loss or the gradient's norm is not finite (the weights are as they were).
         """
         dp = self.groups.dp_cp
         local = batch.select(local_share(len(batch), dp))
@@ -141,14 +142,18 @@ class Actor:
         self.optimizer.zero_grad()
         parts = self._schedule(local, self.micro_batch_size, loss, forward_only=False)
         total = float(all_reduce(torch.stack([p[0] for p in parts]).sum(), dp))
-        if not torch.isfinite(torch.tensor(total)):
+        if not math.isfinite(total):
             raise FloatingPointError(f"the loss of this step is {total}; the weights are unchanged")
+        self.optimizer.prepare_grads()
+        grad_norm = float(self.optimizer.get_grad_norm())  # one norm over all ranks, the same on each
+        if not math.isfinite(grad_norm):
+            raise FloatingPointError(f"the gradient's norm in this step is {grad_norm}; the weights are unchanged")
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        _, grad_norm, _ = cast(tuple, self.optimizer.step())
+        self.optimizer.step()
         self.scheduler.step(increment=1)
         return StepResult(
             loss=total,
-            grad_norm=float(grad_norm or 0.0),
+            grad_norm=grad_norm,
             learning_rate=learning_rate,
             policy_logprobs=all_gather_rows(_stack_rows([p[1] for p in parts]), dp).cpu(),
             entropy=all_gather_rows(_stack_rows([p[2] for p in parts]), dp).cpu(),

@@ -68,8 +68,14 @@ def save_checkpoint(
     for file in partial.iterdir():
         with open(file, "rb") as handle:
             os.fsync(handle.fileno())
-    shutil.rmtree(target, ignore_errors=True)
+    _sync_folder(partial)
+    replaced = folder / f".{name}.replaced"
+    shutil.rmtree(replaced, ignore_errors=True)
+    if target.exists():
+        os.rename(target, replaced)
     os.rename(partial, target)
+    _sync_folder(folder)
+    shutil.rmtree(replaced, ignore_errors=True)
     if keep > 0:
         for old in list_checkpoints(folder)[:-keep]:
             shutil.rmtree(old.path)
@@ -136,6 +142,15 @@ def load_optimizer_state(checkpoint: Checkpoint) -> Any:
         return torch.load(path, weights_only=True)
     except Exception as error:  # torch.load raises whatever the bytes provoke
         raise UserError(f"{path}: can't be read ({type(error).__name__}); delete that checkpoint folder") from None
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the folder's list of names durable, too."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -52,12 +52,12 @@ def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: i
 
 def _checkpoint(run_dir: Path, name: str | None) -> Checkpoint:
     folder = run_dir / "checkpoints"
+    if name is not None and (folder / name / "state.json").is_file():
+        return read_checkpoint(folder / name)
     found = list_checkpoints(folder)
-    if name is None:
-        if not found:
-            raise UserError(f"{folder}: no checkpoint; train first")
-        return found[-1]
-    names = [c.path.name for c in found]
-    if name not in names:
-        raise UserError(f"--checkpoint: got {name}, there are {', '.join(names) or 'none'} in {folder}")
-    return read_checkpoint(folder / name)
+    if name is not None:
+        names = ", ".join(c.path.name for c in found)
+        raise UserError(f"--checkpoint: got {name}, there are {names or 'none'} in {folder}")
+    if not found:
+        raise UserError(f"{folder}: no checkpoint; train first")
+    return found[-1]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ class StopRequest:
     """Whether this process was asked to stop, and by which signal."""
 
     signal_name: str | None = None
+    when: float = 0.0
 
     def agreed(self, group: ProcessGroup) -> bool:
         """Whether any rank was asked to stop. A collective: all ranks stop after the same step."""
@@ -28,13 +30,17 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Turn the first SIGINT, SIGTERM or SIGUSR1 into a request; the second SIGINT interrupts at once."""
+    """Turn the first SIGINT, SIGTERM or SIGUSR1 into a request; a second SIGINT interrupts at once.
+
+    Not within two seconds of the first: torchrun passes on a Ctrl-C that the terminal has sent to its processes.
+    """
     request = StopRequest()
 
     def handle(number: int, frame: object) -> None:
-        if number == signal.SIGINT and request.signal_name == "SIGINT":
+        if number == signal.SIGINT and request.signal_name == "SIGINT" and time.monotonic() - request.when > 2:
             raise KeyboardInterrupt
-        request.signal_name = signal.Signals(number).name
+        if request.signal_name is None:
+            request.signal_name, request.when = signal.Signals(number).name, time.monotonic()
 
     previous = {s: signal.signal(s, handle) for s in SIGNALS}
     try:

@@ -182,6 +182,25 @@ class TestDispatch:
         assert (tmp_path / "copy.html").read_text() == "one"
         assert calls == [(tmp_path,), (tmp_path,)]
 
+    @pytest.mark.parametrize("count", [1, 2])
+    def test_a_report_that_cannot_be_written_is_named(self, stub, tmp_path, capsys, count):
+        folders = [tmp_path / name for name in "ab"[:count]]
+        for folder in folders:
+            folder.mkdir()
+        (tmp_path / "file").write_text("")
+        stub("nemo_sspo.report", tmp_path / "x.html", "write_report", "write_comparison")
+        output = str(tmp_path / "file" / "out.html")
+        assert cli.main(["report", *map(str, folders), "--output", output]) == 2
+        assert capsys.readouterr().err.startswith("nemo-sspo: error: --output: cannot write ")
+
+    def test_an_interrupt_is_one_line_and_resumable(self, monkeypatch, capsys):
+        def interrupt(*_):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(cli, "_parser", interrupt)
+        assert cli.main(["train"]) == 75
+        assert capsys.readouterr().err.count("\n") == 1
+
     def test_report_of_several_runs(self, stub, tmp_path):
         folders = [tmp_path / "a", tmp_path / "b"]
         for folder in folders:
@@ -232,7 +251,7 @@ class TestProcess:
         result = shell("train", "--config-name", "tiny_moe_cpu", "model.micro_batch_size=5")
         assert result.returncode == 2
         assert result.stdout == ""
-        assert result.stderr.startswith("nemo-sspo: error: model.global_batch_size: got 32, ")
+        assert result.stderr.startswith("nemo-sspo: error: model.micro_batch_size: got 5, ")
         assert result.stderr.count("\n") == 1
         assert list(tmp_path.iterdir()) == []
 

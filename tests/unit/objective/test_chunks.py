@@ -56,6 +56,22 @@ def test_without_gradient(monkeypatch):
         assert build_objective({"name": "sspo"})(*batch.arguments).loss == out.loss
 
 
+def test_an_entropy_that_is_only_measured_gets_no_gradient(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 7)
+    batch = random_batch()
+    entropy = torch.ones_like(batch.policy).requires_grad_()
+    out = build_objective({"name": "sspo"})(batch.policy.detach(), *batch.arguments[1:], entropy=entropy)
+    assert out.metrics["entropy/mean"] == 1
+    out.loss.backward()
+    assert entropy.grad is None or not entropy.grad.any()
+
+
+def test_packed_rows_without_their_bounds_are_refused_at_any_size(monkeypatch):
+    monkeypatch.setattr(chunks, "CHUNK_TOKENS", 7)
+    with pytest.raises(ValueError, match=r"it must be \[B, T\]"):
+        build_objective({"name": "sspo"})(torch.zeros(99), torch.zeros(99), torch.zeros(3), torch.ones(99))
+
+
 def test_a_second_backward_pass_is_refused(monkeypatch):
     monkeypatch.setattr(chunks, "CHUNK_TOKENS", 7)
     loss = build_objective({"name": "sspo"})(*random_batch().arguments).loss

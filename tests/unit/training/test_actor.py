@@ -105,6 +105,24 @@ def test_a_loss_that_is_not_finite_leaves_the_weights_alone(groups):
     assert all(torch.equal(a, b) for a, b in zip(before, actor.module.parameters(), strict=True))
 
 
+@pytest.mark.parametrize("slope", [float("inf"), float("nan")])
+def test_a_gradient_that_is_not_finite_leaves_the_weights_alone(groups, slope):
+    class Cliff(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, value):
+            return value.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient * slope
+
+    actor = make_actor(groups)
+    before = [p.detach().clone() for p in actor.module.parameters()]
+    with pytest.raises(FloatingPointError, match="gradient's norm"):
+        actor.step(uneven_batch(4), lambda piece, logprobs, entropy: Cliff.apply(logprobs).sum())
+    assert all(torch.equal(a, b) for a, b in zip(before, actor.module.parameters(), strict=True))
+
+
 def test_the_learning_rate_warms_up_then_falls_to_its_minimum(groups):
     actor = make_actor(groups)
     options = OptimizerConfig(lr=1.0)
