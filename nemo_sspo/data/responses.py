@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-IGNORE_INDEX = -100  # a target that has no log-probability: padding
+from nemo_sspo.parallel import IGNORE_INDEX
 
 SEQUENCE = {"axis": "sequence"}  # [B, S]: prompt and response
 RESPONSE = {"axis": "response"}  # [B, T]: response only

@@ -26,8 +26,7 @@ def source(module: str) -> str:
 
 def test_torch_itself_is_untouched(policy):
     assert megatron_cpu.install()
-    assert torch.zeros.__module__ is None or "compat" not in str(torch.zeros)
-    assert inspect.ismodule(torch.cuda)
+    assert inspect.isbuiltin(torch.zeros)  # the proxy's are Python functions
     assert not isinstance(torch.cuda, megatron_cpu._Proxy)
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros(1, device="cuda")
