@@ -97,7 +97,7 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
         row
         for section in ("model.optim", "model.sft.optim")
         for row in (
-            (_one_of("adam"), section, "name", ""),
+            (_one_of("adam", "mcore_distributed_optim"), section, "name", ""),
             (ABOVE_0, section, "lr eps", ""),
             (AT_LEAST_0, section, "weight_decay", ""),
             (_one_of("CosineAnnealing", "Linear", "Constant"), f"{section}.sched", "name", ""),

@@ -28,7 +28,7 @@ class SchedulerConfig:
 class OptimizerConfig:
     """Adam with decoupled weight decay, as Megatron-Core builds it."""
 
-    name: str = "adam"
+    name: str = "adam"  # adam | mcore_distributed_optim: its state is split over data-parallel ranks
     lr: float = MISSING
     weight_decay: float = 0.0
     betas: list[float] = field(default_factory=lambda: [0.9, 0.98])
@@ -59,6 +59,7 @@ class GRPOTrainerConfig:
     run_validation_step_0: bool = True
     save_interval: int = 25  # GRPO steps
     gradient_clip_val: float = 1.0
+    max_skipped_steps: int = 5  # steps in a row without a finite loss and gradient norm before the run stops
     num_logged_samples: int = 4  # samples written to samples.jsonl from each rollout
 
 
@@ -76,9 +77,13 @@ class TrainerConfig:
 
 @dataclass
 class CheckpointConfig:
-    """Which checkpoints to keep."""
+    """Which checkpoints to keep, and how they are written."""
 
     save_top_k: int = 3  # the newest k; -1 keeps all
+    monitor: str | None = "pass_at_1"  # of validation.jsonl: the best by it is kept as well; null keeps the newest only
+    mode: str = "max"  # max | min: which value of monitor is the best
+    async_save: bool = False  # write in a process of its own while training goes on
+    on_error: str = "continue"  # continue | stop: when a checkpoint can't be written, as on a full disk
 
 
 @dataclass
@@ -158,6 +163,8 @@ class ObjectiveConfig:
     lambda_pos: float | None = None
     lambda_neg: float | None = None
     entropy_coeff: float | None = None  # weight of the entropy bonus
+    kl_coeff: float | None = None  # weight of the divergence from the policy as it was after the cold start
+    kl_estimator: str | None = None  # k1 | k2 | k3
     # corrections for the gap between the generation engine's log-probabilities and the trainer's
     rollout_correction: str | None = None  # token_tis | sequence_tis | icepop
     rollout_cap: float | None = None
@@ -200,6 +207,7 @@ class GRPOModelConfig:
     length_params: LengthConfig = field(default_factory=LengthConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
     forward_micro_batch_size: int = 64
+    offload_adam_states: bool = True  # on a GPU: the optimizer's state waits in host memory during generation
 
 
 @dataclass
@@ -231,12 +239,18 @@ class ModelConfig:
     init_method_std: float = 0.02
     share_embeddings_and_output_weights: bool = False
     encoder_seq_length: int = MISSING  # the context: prompt and response together
-    # layout
+    # layout: data parallel is what is left of the world
     tensor_model_parallel_size: int = 1
-    pipeline_model_parallel_size: int = 1
-    expert_model_parallel_size: int = 1
-    context_parallel_size: int = 1
     sequence_parallel: bool = False
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None  # model chunks on each pipeline stage; null: one
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 1
+    context_parallel_size: int = 1
+    # activations: computed again in the backward pass, for memory
+    activations_checkpoint_granularity: str | None = None  # null | selective | full
+    activations_checkpoint_method: str | None = None  # uniform | block, with full
+    activations_checkpoint_num_layers: int | None = None  # with full: layers to a block, or layers done so
     # batches of one optimizer step, in responses
     micro_batch_size: int = MISSING
     global_batch_size: int = MISSING
