@@ -13,14 +13,22 @@ class Rule(NamedTuple):
     holds: Callable[[Any], bool]
 
 
-def _one_of(*names: str) -> Rule:
-    return Rule(" or ".join(names), lambda value: value in names)
+def _one_of(*names: str | None) -> Rule:
+    return Rule(" or ".join(name or "null" for name in names), lambda value: value in names)
+
+
+def _null_or(rule: Rule) -> Rule:
+    return Rule(f"null or {rule.allowed}", lambda value: value is None or rule.holds(value))
 
 
 AT_LEAST_1 = Rule(">= 1", lambda value: value >= 1)
+AT_LEAST_2 = Rule(">= 2", lambda value: value >= 2)
 AT_LEAST_0 = Rule(">= 0", lambda value: value >= 0)
 ABOVE_0 = Rule("> 0", lambda value: value > 0)
 FRACTION = Rule("between 0 and 1", lambda value: 0 <= value <= 1)
+
+# Of validation.jsonl: what is a number in every record of it.
+MONITORED = ("pass_at_1", "sampled_accuracy", "format", "think_fraction", "response_length/mean")
 
 # rule, section, keys of that section, what to do
 RANGES: tuple[tuple[Rule, str, str, str], ...] = (
@@ -32,7 +40,7 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
     (ABOVE_0, "trainer.sft", "gradient_clip_val", "a large value, such as 1e9, never clips"),
     (AT_LEAST_0, "trainer.grpo", "max_steps", "0 trains the cold start only"),
     (
-        Rule(">= 2", lambda value: value >= 2),
+        AT_LEAST_2,
         "trainer.grpo",
         "samples_per_prompt",
         "the advantage of a response is relative to the others of its group; a group of 1 has none",
@@ -42,12 +50,21 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
     (AT_LEAST_0, "trainer.grpo", "val_check_interval", "0 validates only before and after training"),
     (AT_LEAST_1, "trainer.grpo", "save_interval", "a value above max_steps saves only at the end"),
     (ABOVE_0, "trainer.grpo", "gradient_clip_val", "a large value, such as 1e9, never clips"),
+    (AT_LEAST_1, "trainer.grpo", "max_skipped_steps", "a large value, such as 1000000, never stops for it"),
     (AT_LEAST_0, "trainer.grpo", "num_logged_samples", ""),
     (
         Rule("-1 or >= 1", lambda value: value == -1 or value >= 1),
         "exp_manager.checkpoint_callback_params",
         "save_top_k",
         "-1 keeps all checkpoints",
+    ),
+    (_one_of(None, *MONITORED), "exp_manager.checkpoint_callback_params", "monitor", "null keeps the newest only"),
+    (_one_of("max", "min"), "exp_manager.checkpoint_callback_params", "mode", "it says which monitor is the best"),
+    (
+        _one_of("continue", "stop"),
+        "exp_manager.checkpoint_callback_params",
+        "on_error",
+        "it says what follows when a checkpoint can't be written",
     ),
     (
         Rule("a folder", lambda value: value.strip() != ""),
@@ -66,6 +83,23 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
         "rotary embeddings turn the channels of a head in pairs",
     ),
     (ABOVE_0, "model", "layernorm_epsilon rotary_base init_method_std", ""),
+    (AT_LEAST_1, "model", "make_vocab_size_divisible_by", "1 pads nothing"),
+    (
+        AT_LEAST_1,
+        "model",
+        "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size "
+        "expert_tensor_parallel_size context_parallel_size",
+        "1 does not split",
+    ),
+    (_null_or(AT_LEAST_2), "model", "virtual_pipeline_model_parallel_size", "null is one model chunk on each stage"),
+    (
+        _one_of(None, "selective", "full"),
+        "model",
+        "activations_checkpoint_granularity",
+        "null keeps all activations",
+    ),
+    (_one_of(None, "uniform", "block"), "model", "activations_checkpoint_method", ""),
+    (_null_or(AT_LEAST_1), "model", "activations_checkpoint_num_layers", ""),
     (AT_LEAST_1, "model", "encoder_seq_length micro_batch_size global_batch_size", ""),
     (AT_LEAST_1, "model.sft", "global_batch_size", ""),
     (AT_LEAST_1, "model.grpo", "forward_micro_batch_size", ""),

@@ -14,17 +14,15 @@ from itertools import chain
 from typing import Any
 
 from nemo_sspo.config.keys import show
+from nemo_sspo.config.layout import (
+    data_parallel_ranks,
+    data_parallel_size,
+    interleaving_complaints,
+    layout_complaints,
+)
 from nemo_sspo.config.ranges import RANGES
 from nemo_sspo.config.schema import OptimizerConfig, RunConfig
 from nemo_sspo.errors import UserError
-
-_LAYOUT = {
-    "model.tensor_model_parallel_size": 1,
-    "model.pipeline_model_parallel_size": 1,
-    "model.expert_model_parallel_size": 1,
-    "model.context_parallel_size": 1,
-    "model.sequence_parallel": False,
-}
 
 
 def validate(config: RunConfig, world_size: int) -> None:
@@ -32,8 +30,8 @@ def validate(config: RunConfig, world_size: int) -> None:
 
     Args:
         config: as `load_config` returns it.
-        world_size: number of processes. All of them are data parallel in this version; torchrun decides how many
-            there are, and ``trainer.num_nodes * trainer.devices`` does not have to agree.
+        world_size: number of processes. torchrun decides how many there are, and
+            ``trainer.num_nodes * trainer.devices`` does not have to agree.
 
     Raises:
         UserError: names the dotted key, the value, what is allowed and what to do.
@@ -41,10 +39,10 @@ def validate(config: RunConfig, world_size: int) -> None:
     complaints = chain(
         _finite(config),
         _ranges(config),
-        _layout(config),
-        _precision(config),
         _model(config),
+        layout_complaints(config, world_size),
         _batches(config, world_size),
+        interleaving_complaints(config, world_size),
         _lengths(config),
         _optimizers(config),
         _data(config),
@@ -79,26 +77,6 @@ def _ranges(config: RunConfig) -> Iterator[str]:
                 yield f"{section}.{name}: got {show(value)}, allowed: {rule.allowed}{advice}"
 
 
-def _layout(config: RunConfig) -> Iterator[str]:
-    """This version trains data-parallel only."""
-    for key, allowed in _LAYOUT.items():
-        value = _get(config, key)
-        if value != allowed:
-            yield (
-                f"{key}: got {show(value)}, allowed: {show(allowed)}; this version trains data-parallel only, "
-                "on as many processes as torchrun starts"
-            )
-
-
-def _precision(config: RunConfig) -> Iterator[str]:
-    """Megatron-Core's mixed-precision optimizer knows CUDA tensors only."""
-    if config.trainer.precision != "32" and config.trainer.accelerator == "cpu":
-        yield (
-            f"trainer.precision: got {config.trainer.precision}, allowed: 32, because trainer.accelerator=cpu; "
-            "this version trains in bfloat16 on GPUs only"
-        )
-
-
 def _model(config: RunConfig) -> Iterator[str]:
     model = config.model
     if model.num_attention_heads % model.num_query_groups:
@@ -124,22 +102,22 @@ def _batches(config: RunConfig, world_size: int) -> Iterator[str]:
             f"{grpo.num_prompts_per_grpo_step} x trainer.grpo.samples_per_prompt={grpo.samples_per_prompt}); "
             + _batch_advice(responses, grpo.optimizer_steps_per_rollout)
         )
-    processes = f"the number of data-parallel processes ({world_size})"
-    if model.global_batch_size % world_size:
-        yield f"model.global_batch_size: got {model.global_batch_size}, allowed: a multiple of {processes}"
-    share = model.global_batch_size // world_size
+    size, ranks = data_parallel_size(model, world_size), f"the {data_parallel_ranks(model, world_size)}"
+    if model.global_batch_size % size:
+        yield f"model.global_batch_size: got {model.global_batch_size}, allowed: a multiple of {ranks}"
+    share = model.global_batch_size // size
     if share % min(model.micro_batch_size, max(share, 1)):
         yield (
             f"model.micro_batch_size: got {model.micro_batch_size}, allowed: a divisor of the {share} responses that a "
-            f"process has in an optimizer step (model.global_batch_size={model.global_batch_size} over {processes}), "
+            f"rank has in an optimizer step (model.global_batch_size={model.global_batch_size} over {ranks}), "
             "or more than that"
         )
-    if config.trainer.sft.max_steps and model.sft.global_batch_size % world_size:
-        yield f"model.sft.global_batch_size: got {model.sft.global_batch_size}, allowed: a multiple of {processes}"
-    if grpo.num_prompts_per_grpo_step % world_size:
+    if config.trainer.sft.max_steps and model.sft.global_batch_size % size:
+        yield f"model.sft.global_batch_size: got {model.sft.global_batch_size}, allowed: a multiple of {ranks}"
+    if grpo.num_prompts_per_grpo_step % size:
         yield (
             f"trainer.grpo.num_prompts_per_grpo_step: got {grpo.num_prompts_per_grpo_step}, allowed: a multiple of "
-            f"{processes}; every process samples for equally many prompts"
+            f"{ranks}; every one of them samples for equally many prompts"
         )
 
 

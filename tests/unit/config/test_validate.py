@@ -8,7 +8,7 @@ import pytest
 
 from nemo_sspo.config import validate
 from nemo_sspo.config.keys import schema_keys
-from nemo_sspo.config.ranges import RANGES
+from nemo_sspo.config.ranges import MONITORED, RANGES
 from nemo_sspo.config.schema import ObjectiveConfig, RunConfig
 from nemo_sspo.errors import UserError
 
@@ -70,9 +70,17 @@ OUT_OF_RANGE = [
     ("trainer__grpo__val_check_interval", -1, ">= 0"),
     ("trainer__grpo__save_interval", 0, ">= 1"),
     ("trainer__grpo__gradient_clip_val", -1.0, "> 0"),
+    ("trainer__grpo__max_skipped_steps", 0, ">= 1"),
     ("trainer__grpo__num_logged_samples", -1, ">= 0"),
     ("exp_manager__checkpoint_callback_params__save_top_k", 0, "-1 or >= 1"),
     ("exp_manager__checkpoint_callback_params__save_top_k", -2, "-1 or >= 1"),
+    (
+        "exp_manager__checkpoint_callback_params__monitor",
+        "loss",
+        "null or pass_at_1 or sampled_accuracy or format or think_fraction or response_length/mean",
+    ),
+    ("exp_manager__checkpoint_callback_params__mode", "best", "max or min"),
+    ("exp_manager__checkpoint_callback_params__on_error", "warn", "continue or stop"),
     ("model__seed", -1, ">= 0 and < 2**31"),
     ("model__seed", 2**31, ">= 0 and < 2**31"),
     ("exp_manager__explicit_log_dir", " ", "a folder"),
@@ -89,6 +97,15 @@ OUT_OF_RANGE = [
     ("model__layernorm_epsilon", 0.0, "> 0"),
     ("model__rotary_base", 0.0, "> 0"),
     ("model__init_method_std", 0.0, "> 0"),
+    ("model__make_vocab_size_divisible_by", 0, ">= 1"),
+    *(
+        (f"model__{name}_parallel_size", 0, ">= 1")
+        for name in ("tensor_model", "pipeline_model", "expert_model", "expert_tensor", "context")
+    ),
+    ("model__virtual_pipeline_model_parallel_size", 1, "null or >= 2"),
+    ("model__activations_checkpoint_granularity", "partial", "null or selective or full"),
+    ("model__activations_checkpoint_method", "all", "null or uniform or block"),
+    ("model__activations_checkpoint_num_layers", 0, "null or >= 1"),
     ("model__encoder_seq_length", 0, ">= 1"),
     ("model__micro_batch_size", 0, ">= 1"),
     ("model__global_batch_size", 0, ">= 1"),
@@ -112,7 +129,7 @@ OUT_OF_RANGE = [
         (f"{optim}__{name}", value, allowed)
         for optim in ("model__optim", "model__sft__optim")
         for name, value, allowed in [
-            ("name", "sgd", "adam"),
+            ("name", "sgd", "adam or mcore_distributed_optim"),
             ("lr", 0.0, "> 0"),
             ("eps", 0.0, "> 0"),
             ("weight_decay", -1.0, ">= 0"),
@@ -142,6 +159,20 @@ def test_not_finite(bend, name, value):
     assert complaint(bend(**{name: value})) == f"{name.replace('__', '.')}: got {value}, allowed: a finite number"
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"trainer__precision": "bf16"},  # on a CPU too
+        {"exp_manager__checkpoint_callback_params__monitor": None},
+        {"exp_manager__checkpoint_callback_params__mode": "min"},
+        {"exp_manager__checkpoint_callback_params__on_error": "stop"},
+        {"model__optim__name": "mcore_distributed_optim"},
+    ],
+)
+def test_in_range(bend, values):
+    validate(bend(**values), 1)
+
+
 def test_not_finite_in_a_list(bend):
     message = complaint(bend(model__optim__betas=[0.9, float("nan")]))
     assert message == "model.optim.betas[1]: got nan, allowed: a finite number"
@@ -160,23 +191,6 @@ def test_not_finite_in_a_list(bend):
             "model.grpo.sampling_params.temperature: got 0.0",
             "temperature 0 is greedy",
         ),
-        (
-            {"model__tensor_model_parallel_size": 2},
-            "model.tensor_model_parallel_size: got 2, allowed: 1",
-            "data-parallel only",
-        ),
-        (
-            {"model__pipeline_model_parallel_size": 2},
-            "model.pipeline_model_parallel_size: got 2, allowed: 1",
-            "data-parallel only",
-        ),
-        (
-            {"model__expert_model_parallel_size": 4},
-            "model.expert_model_parallel_size: got 4, allowed: 1",
-            "data-parallel only",
-        ),
-        ({"model__context_parallel_size": 2}, "model.context_parallel_size: got 2, allowed: 1", "data-parallel only"),
-        ({"model__sequence_parallel": True}, "model.sequence_parallel: got true, allowed: false", "data-parallel only"),
         (
             {"model__num_query_groups": 3},
             "model.num_query_groups: got 3, allowed: a divisor of model.num_attention_heads=4",
@@ -202,11 +216,6 @@ def test_not_finite_in_a_list(bend):
             {"model__micro_batch_size": 24},
             "model.micro_batch_size: got 24, allowed: a divisor of the 32 responses",
             "or more than that",
-        ),
-        (
-            {"trainer__precision": "bf16"},
-            "trainer.precision: got bf16, allowed: 32, because trainer.accelerator=cpu",
-            "on GPUs only",
         ),
         (
             {"model__grpo__length_params__max_length": 64},
@@ -245,11 +254,30 @@ def test_relations(bend, values, beginning, remedy):
     assert remedy in message
 
 
+def test_every_monitored_value_is_a_number_of_the_validation(monkeypatch):
+    from nemo_sspo.generation import SamplingParams
+    from nemo_sspo.training import validation
+
+    record = {"answer": 1.0, "format": 1.0, "think": False, "length": 3}
+    monkeypatch.setattr(validation, "answer_problems", lambda *_: [record])
+    written = validation.validate(None, [], None, SamplingParams(4, 1.0, 0), None, 0)
+    assert {name for name in MONITORED if isinstance(written[name], float)} == set(MONITORED)
+
+
 class TestWorldSize:
     def test_the_batch_must_divide_over_the_processes(self, bend):
-        message = complaint(bend(), world_size=3)
-        assert message.startswith("model.global_batch_size: got 32, allowed: a multiple of the number of data-parallel")
-        assert "(3)" in message
+        assert complaint(bend(), world_size=3) == (
+            "model.global_batch_size: got 32, allowed: a multiple of the 3 data-parallel ranks (3 processes)"
+        )
+
+    def test_a_batch_is_shared_by_the_data_parallel_ranks_only(self, bend):
+        split = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 3, "sequence_parallel": True}
+        config = bend(**{f"model__{name}": value for name, value in split.items()})
+        validate(config, 12)
+        assert complaint(config, 18) == (
+            "model.global_batch_size: got 32, allowed: a multiple of the 3 data-parallel ranks (18 processes / "
+            "(model.tensor_model_parallel_size=2 x model.pipeline_model_parallel_size=3))"
+        )
 
     def test_a_micro_batch_larger_than_a_process_share_is_one_piece(self, bend):
         validate(bend(), 2)
@@ -305,6 +333,5 @@ class TestObjective:
         from nemo_sspo.objective.registry import COMMON_OPTIONS, OBJECTIVES
 
         options = {option for spec in OBJECTIVES.values() for option in spec.options}
-        # The driver has no reference model to measure a divergence from, and its finiteness check stays on.
-        options |= COMMON_OPTIONS.keys() - {"kl_coeff", "kl_estimator", "check_finite"}
+        options |= COMMON_OPTIONS.keys() - {"check_finite"}  # the driver's own check stays on
         assert {field.name for field in dataclasses.fields(ObjectiveConfig)} == options | {"name"}
