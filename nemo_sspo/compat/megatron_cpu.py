@@ -9,7 +9,9 @@ Why, one by one:
 
 * ``device="cuda"`` and ``torch.cuda.current_device()`` are written into schedules, buffers, layers and optimizers.
 * ``torch.cuda`` streams, events and RNG states are used without asking whether there is a device.
-* gradient clipping asserts ``grad.type() == 'torch.cuda.FloatTensor'`` (`clip_grads.py`).
+* optimizers and gradient clipping compare ``tensor.type()`` with ``'torch.cuda.FloatTensor'`` and its kin: in their
+  code those constants become the CPU's.
+* the token dispatcher gives the splits of an all-to-all as tensors; gloo wants numbers.
 * without Transformer Engine, `moe_utils.py` never defines ``te_general_gemm`` but reads it in the router's forward.
 * at import it warns of each fused kernel that is absent, some twenty lines; those warnings are silenced.
 * ``jit_fuser`` is ``torch.compile``; on a CPU it needs a C++ compiler and a minute for what it saves.
@@ -24,7 +26,7 @@ import contextlib
 import inspect
 import sys
 import warnings
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any
 
 import torch
@@ -102,18 +104,42 @@ def _cuda_proxy() -> _Proxy:
 
 def _torch_proxy() -> _Proxy:
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    return _Proxy(torch, cuda=_cuda_proxy(), **factories)
+    distributed = _Proxy(torch.distributed, all_to_all_single=_all_to_all_single)
+    return _Proxy(torch, cuda=_cuda_proxy(), distributed=distributed, **factories)
 
 
-def _clip_grad_by_total_norm_fp32(
-    parameters: Any, max_norm: float, total_norm: float, use_decoupled_grad: bool = False
-) -> None:
-    """Megatron-Core's clipping by a given norm, without its assertion on CUDA tensor type names."""
-    coefficient = max_norm / (total_norm + 1.0e-6)
-    if coefficient < 1.0:
-        name = "decoupled_grad" if use_decoupled_grad else "grad"
-        grads = [getattr(p, name) for p in parameters if getattr(p, name, None) is not None]
-        torch._foreach_mul_(grads, coefficient)
+def _all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Any = None,
+    input_split_sizes: Any = None,
+    **options: Any,
+) -> Any:
+    """``torch.distributed.all_to_all_single`` that also takes its splits as tensors."""
+    splits = [None if s is None else [int(n) for n in s] for s in (output_split_sizes, input_split_sizes)]
+    return torch.distributed.all_to_all_single(output, input, *splits, **options)
+
+
+def _cpu_type_names(constant: Any) -> Any:
+    """``'torch.cuda.FloatTensor'`` -> ``'torch.FloatTensor'``, also within tuples and the code of inner functions."""
+    if isinstance(constant, str) and constant.startswith("torch.cuda.") and constant.endswith("Tensor"):
+        return constant.replace("torch.cuda.", "torch.")
+    if isinstance(constant, tuple):
+        return tuple(_cpu_type_names(c) for c in constant)
+    if isinstance(constant, CodeType):
+        return constant.replace(co_consts=_cpu_type_names(constant.co_consts))
+    return constant
+
+
+def _expect_cpu_tensors(module: ModuleType) -> None:
+    """Let every function of `module` that names a CUDA tensor type name the CPU's instead."""
+    owners = [module, *(c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__)]
+    for owner in owners:
+        for value in list(vars(owner).values()):
+            function = inspect.unwrap(getattr(value, "__func__", value))  # under classmethod and torch.no_grad
+            code = getattr(function, "__code__", None)
+            if code is not None and _cpu_type_names(code) != code:
+                function.__code__ = _cpu_type_names(code)
 
 
 def _uncompiled(module: ModuleType) -> None:
@@ -135,6 +161,7 @@ def install() -> bool:
     if torch.cuda.is_available():
         return False
     import megatron.core.optimizer.clip_grads as clip_grads
+    import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
     import megatron.core.optimizer.optimizer as optimizer
     import megatron.core.tensor_parallel.random as megatron_random
     import megatron.core.transformer.moe.moe_utils as moe_utils
@@ -149,8 +176,8 @@ def install() -> bool:
             _uncompiled(module)
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
-    clip_grads.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32
-    optimizer.clip_grad_by_total_norm_fp32 = _clip_grad_by_total_norm_fp32
+    for module in (clip_grads, distrib_optimizer, optimizer):
+        _expect_cpu_tensors(module)
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     return True

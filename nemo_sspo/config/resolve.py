@@ -22,6 +22,7 @@ _SHAPE_FIELDS = (
     "layernorm_epsilon",
     "rotary_base",
     "share_embeddings_and_output_weights",
+    "make_vocab_size_divisible_by",
 )
 
 

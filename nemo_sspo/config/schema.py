@@ -238,6 +238,9 @@ class ModelConfig:
     rotary_base: float = 1_000_000.0
     init_method_std: float = 0.02
     share_embeddings_and_output_weights: bool = False
+    make_vocab_size_divisible_by: int = (
+        8  # the embedding is padded to a multiple; tensor_model_parallel_size divides it
+    )
     encoder_seq_length: int = MISSING  # the context: prompt and response together
     # layout: data parallel is what is left of the world
     tensor_model_parallel_size: int = 1

@@ -83,6 +83,11 @@ class ResponseBatch:
         return [self.select(slice(start, start + rows)) for start in range(0, max(len(self), 1), rows)]
 
 
+def pad_sequences(tokens: Tensor, multiple: int) -> Tensor:
+    """Tokens ``[B, S]``, right-padded with id 0 to a multiple of `multiple` columns."""
+    return torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % multiple))
+
+
 def response_targets(batch: ResponseBatch) -> Tensor:
     """[B, T] int64: the response's tokens, `IGNORE_INDEX` on padding."""
     columns = torch.arange(batch.max_response_length, device=batch.tokens.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -49,8 +48,3 @@ class GenerationEngine(Protocol):
     def refit(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take the policy's current weights. An engine that shares them with the trainer has nothing to do."""
         ...
-
-
-def sample_seed(*parts: int | str) -> int:
-    """A 63-bit seed from its parts (run seed, step, row, ...): the same on every rank and machine."""
-    return random.Random("/".join(map(str, parts))).getrandbits(63)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from typing import cast
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.dist_checkpointing.mapping import is_main_replica
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
+from nemo_sspo.model.layers import stage_layers
+from nemo_sspo.model.weights import draw_weights, sharded_weights, shards
 
 _DTYPES = {"32": torch.float32, "bf16": torch.bfloat16}
 
@@ -25,6 +29,7 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
     in float32 whose probabilities are the softmax over the chosen experts (Qwen3 Technical Report, arXiv 2505.09388).
     Fused kernels that exist only for CUDA are off: `model.precision` and the layer spec decide those.
     """
+    megatron_cpu.install()
     dtype = _DTYPES[precision]
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -36,7 +41,7 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
         moe_ffn_hidden_size=model.moe_ffn_hidden_size,
         num_moe_experts=model.num_moe_experts,
         moe_router_topk=model.moe_router_topk,
-        moe_router_pre_softmax=False,  # softmax over the chosen experts
+        moe_router_pre_softmax=model.moe_router_topk == 1,  # else softmax over the chosen experts
         moe_router_dtype="fp32",
         moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
         moe_aux_loss_coeff=model.moe_aux_loss_coeff,
@@ -55,12 +60,19 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
         tensor_model_parallel_size=model.tensor_model_parallel_size,
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,
         expert_model_parallel_size=model.expert_model_parallel_size,
+        virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+        expert_tensor_parallel_size=model.expert_tensor_parallel_size,
         context_parallel_size=model.context_parallel_size,
         sequence_parallel=model.sequence_parallel,
+        variable_seq_lengths=model.pipeline_model_parallel_size > 1,  # micro-batches are as wide as their longest row
+        recompute_granularity=model.activations_checkpoint_granularity,
+        recompute_method=model.activations_checkpoint_method,
+        recompute_num_layers=model.activations_checkpoint_num_layers,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
+        perform_initialization=False,  # `draw_weights` does
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -69,14 +81,36 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
     )
 
 
-def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, precision: str = "32") -> GPTModel:
-    """This rank's part of the policy, with weights drawn from ``model.seed``.
+@dataclass(frozen=True)
+class Policy:
+    """This rank's part of the policy: one module a virtual pipeline stage, mostly a single one.
 
-    `vocab_size` is the tokenizer's; the output is the logits ``[B, S, V]`` of every position, split over
-    ``groups.tp``. Every data-parallel rank draws the same weights.
+    The embedding and the output layer have `padded_vocab_size` rows: whoever reads logits, ``[B, S, V]`` split over
+    ``groups.tp``, masks those from `vocab_size`, the tokenizer's, on.
     """
-    megatron_cpu.install()
-    torch.manual_seed(model.seed)
+
+    chunks: list[GPTModel]
+    vocab_size: int
+    groups: ProcessGroupCollection
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return next(self.chunks[0].parameters()).device
+
+    @property
+    def config(self) -> TransformerConfig:
+        """Megatron-Core's configuration."""
+        return self.chunks[0].config
+
+    def sharded_weights(self) -> dict[str, Any]:
+        """Megatron-Core's sharded state dict; see `nemo_sspo.model.weights`."""
+        return sharded_weights(self.chunks, self.groups)
+
+
+def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, precision: str = "32") -> Policy:
+    """The policy for a tokenizer of `vocab_size` ids, with weights drawn from ``model.seed``, alike in any layout."""
+    config = transformer_config(model, precision)
     model_parallel_cuda_manual_seed(
         model.seed,
         tp_rank=groups.tp.rank(),
@@ -84,39 +118,62 @@ def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollect
         etp_rank=groups.expt_tp.rank(),
         force_reset_rng=True,
     )
-    config = transformer_config(model, precision)
-    spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=model.qk_layernorm,
-        normalization=config.normalization,
-    )
+    virtual = config.virtual_pipeline_model_parallel_size
+    chunks = [_chunk(model, config, vocab_size, groups, stage) for stage in (range(virtual) if virtual else [None])]
+    draw_weights(chunks, groups, model.seed)
+    return Policy(chunks, vocab_size, groups)
+
+
+def padded_vocab_size(model: ModelConfig, vocab_size: int) -> int:
+    """The rows of the embedding: the same under every layout, so that a checkpoint of one fits another."""
+    multiple = model.make_vocab_size_divisible_by
+    return -(-vocab_size // multiple) * multiple
+
+
+def _chunk(
+    model: ModelConfig, config: TransformerConfig, vocab_size: int, groups: ProcessGroupCollection, stage: int | None
+) -> GPTModel:
+    virtual = config.virtual_pipeline_model_parallel_size
+    number, count = (stage or 0) * groups.pp.size() + groups.pp.rank(), (virtual or 1) * groups.pp.size()
     gpt = GPTModel(
         config=config,
-        transformer_layer_spec=spec,
-        vocab_size=vocab_size,
+        transformer_layer_spec=stage_layers(config, stage, groups.pp.rank()),  # type: ignore[arg-type]
+        vocab_size=padded_vocab_size(model, vocab_size),
         max_sequence_length=model.encoder_seq_length,
+        pre_process=number == 0,
+        post_process=number == count - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=model.share_embeddings_and_output_weights,
         position_embedding_type="rope",
         rotary_base=model.rotary_base,  # type: ignore[arg-type]  (Megatron says int, computes with any number)
         pg_collection=groups,
+        vp_stage=stage,
     )
     return gpt.cuda() if torch.cuda.is_available() else gpt
 
 
 def final_hidden_states(model: torch.nn.Module, module: GPTModel, tokens: Tensor) -> Tensor:
-    """The hidden states ``[S, B, H]`` that the output layer would turn into logits, of tokens ``[B, S]``.
+    """What this stage makes of tokens ``[B, S]``: on the last stage the hidden states ``[S, B, H]`` that the output
+    layer would turn into logits, on another what it hands on, ``[S/tp, B, H]`` under sequence parallelism.
 
-    `model` is `module` as it is wrapped (by DDP); a pipeline stage that is not the last returns what it hands on.
-    Differentiable. A stage that is told not to post-process stops after the final norm, so full logits never exist.
+    `model` is `module` as it is wrapped (by DDP). Differentiable. A stage that is told not to post-process stops after
+    the final norm, so full logits never exist. The gradient of the last stage's states must be whole on every
+    tensor-parallel rank, as `linear_logprobs` gives it.
     """
     positions = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     post_process, module.post_process = module.post_process, False
     try:
-        return model(tokens, positions, None)
+        hidden = model(tokens, positions, None)
     finally:
         module.post_process = post_process
+    if post_process and module.config.sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False, group=module.tp_group)
+    return hidden
+
+
+def sequence_multiple(config: TransformerConfig) -> int:
+    """What the length of sequences must divide by: sequence parallelism cuts them, and FP8 kernels take 16 tokens."""
+    return (config.tensor_model_parallel_size if config.sequence_parallel else 1) * (16 if config.fp8 else 1)
 
 
 def output_weight(module: GPTModel) -> Tensor:
@@ -126,6 +183,9 @@ def output_weight(module: GPTModel) -> Tensor:
     return cast(Tensor, module.output_layer.weight)
 
 
-def parameter_count(module: torch.nn.Module) -> int:
-    """How many parameters this rank holds."""
-    return sum(p.numel() for p in module.parameters())
+def parameter_count(policy: Policy) -> int:
+    """How many parameters the whole policy has, padding of the vocabulary included. A collective."""
+    main = [s for s in shards(policy.sharded_weights()) if is_main_replica(s.replica_id)]
+    count = torch.tensor(sum(s.data.numel() for s in main if s.data is not None), device=policy.device)
+    torch.distributed.all_reduce(count)
+    return int(count)

@@ -73,6 +73,7 @@ def linear_logprobs(
     tp_group: dist.ProcessGroup | None = None,
     chunk_size: int | None = None,
     temperature: float = 1.0,
+    vocab_size: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The same as ``vocab_parallel_logprobs(hidden @ weight.T, ...)`` without ever holding those logits.
 
@@ -85,6 +86,7 @@ def linear_logprobs(
             entropy, scratch of the same size); None: 2**24, 64 MiB in float32. They are computed as tiles of all
             rows and a part of the vocabulary, again in the backward pass. It changes memory and speed, not results.
         temperature: divides the logits.
+        vocab_size: V where the weight has more rows than that, as padding; None: it has none.
 
     Returns:
         logprobs [N] and entropy [N] in nats, float32 (float64 for float64 inputs), the same on every rank.
@@ -111,9 +113,11 @@ def linear_logprobs(
         raise ValueError(f"hidden and weight must have one dtype: hidden {hidden.dtype}, weight {weight.dtype}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size must be at least 1, got {chunk_size}")
-    _check(targets, weight.shape[0], tp_group, temperature)
+    _check(targets, weight.shape[0], tp_group, temperature, vocab_size)
     tile_size = _TILE_SIZE if chunk_size is None else chunk_size * weight.shape[0]
-    return _LinearLogprobs.apply(hidden, weight, targets.long(), tp_group, tile_size, temperature)  # pyright: ignore
+    first = _first_id(weight.shape[0], tp_group)
+    real = weight.shape[0] if vocab_size is None else min(max(vocab_size - first, 0), weight.shape[0])
+    return _LinearLogprobs.apply(hidden, weight, targets.long(), tp_group, tile_size, temperature, real)  # pyright: ignore
 
 
 class _LogitsLogprobs(torch.autograd.Function):
@@ -140,12 +144,19 @@ class _LogitsLogprobs(torch.autograd.Function):
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, tp_group: Any, tile_size: int, temperature: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        tp_group: Any,
+        tile_size: int,
+        temperature: float,
+        real: int,  # rows of this rank's weight that are no padding
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.first, ctx.temperature = _first_id(weight.shape[0], tp_group), temperature
-        ctx.tp_group, ctx.tile_size = tp_group, tile_size
-        tiles = _linear_tiles(_operand(hidden), weight, tile_size, temperature)
+        ctx.tp_group, ctx.tile_size, ctx.real = tp_group, tile_size, real
+        tiles = _linear_tiles(_operand(hidden), weight, tile_size, temperature, real)
         logprobs, entropy, lse = _forward_walk(tiles, targets, ctx.first, tp_group, _accumulation_dtype(hidden))
         ctx.save_for_backward(hidden, weight, targets, lse, entropy)
         return logprobs, entropy
@@ -155,7 +166,7 @@ class _LinearLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, targets, lse, entropy = ctx.saved_tensors
         inputs = _operand(hidden)
-        tiles = _linear_tiles(inputs, weight, ctx.tile_size, ctx.temperature)
+        tiles = _linear_tiles(inputs, weight, ctx.tile_size, ctx.temperature, ctx.real)
         grad_hidden = torch.zeros_like(hidden, dtype=lse.dtype) if ctx.needs_input_grad[0] else None
         grad_weight = torch.empty_like(weight) if ctx.needs_input_grad[1] else None
         for columns, grad in _backward_walk(tiles, targets, ctx.first, ctx.temperature, lse, entropy, *grads):
@@ -168,7 +179,7 @@ class _LinearLogprobs(torch.autograd.Function):
             if ctx.tp_group is not None:
                 dist.all_reduce(grad_hidden, group=ctx.tp_group)
             grad_hidden = grad_hidden.to(hidden.dtype)
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None
 
 
 # A tile: which columns of this rank's vocabulary, and their logits [N, width] over the temperature, in the dtype of
@@ -183,11 +194,12 @@ def _logits_tiles(logits: Tensor, temperature: float) -> _Tiles:
         yield columns, tile if temperature == 1.0 else tile.div_(temperature)
 
 
-def _linear_tiles(inputs: Tensor, weight: Tensor, tile_size: int, temperature: float) -> _Tiles:
+def _linear_tiles(inputs: Tensor, weight: Tensor, tile_size: int, temperature: float, real: int) -> _Tiles:
     (rows, hidden), vocab = inputs.shape, weight.shape[0]
     # A tile of the weight, [width, H], is bounded like a tile of logits: it may be converted to float32.
     for columns, tile in _buffers(rows, vocab, tile_size // max(rows, hidden, 1), weight):
         _matmul(inputs, _operand(weight[columns]).T, out=tile)
+        tile[:, max(real - columns.start, 0) :] = -math.inf  # rows of padding: no token
         yield columns, tile if temperature == 1.0 else tile.div_(temperature)
 
 
@@ -306,13 +318,18 @@ def _first_id(vocab: int, tp_group: dist.ProcessGroup | None) -> int:
     return 0 if tp_group is None else dist.get_rank(tp_group) * vocab
 
 
-def _check(targets: Tensor, vocab: int, tp_group: dist.ProcessGroup | None, temperature: float) -> None:
-    """What both entrances ask for; ``vocab`` is this rank's share."""
+def _check(
+    targets: Tensor, vocab: int, tp_group: dist.ProcessGroup | None, temperature: float, vocab_size: int | None = None
+) -> None:
+    """What both entrances ask for; ``vocab`` is this rank's share, ``vocab_size`` what is no padding of all shares."""
     if not (math.isfinite(temperature) and temperature > 0):
         raise ValueError(f"temperature must be a positive number, got {temperature}")
     if targets.dtype not in (torch.int64, torch.int32):
         raise ValueError(f"targets must be int64 or int32 token ids, got {targets.dtype}")
     size = vocab * (1 if tp_group is None else dist.get_world_size(tp_group))
+    if vocab_size is not None and not 0 < vocab_size <= size:
+        raise ValueError(f"vocab_size must be in [1, {size}], the rows of the weight on all ranks, got {vocab_size}")
+    size = size if vocab_size is None else vocab_size
     outside = ((targets < 0) | (targets >= size)) & (targets != IGNORE_INDEX)
     if outside.any():
         position = tuple(outside.nonzero()[0].tolist())

@@ -14,18 +14,16 @@ from typing import Any, cast
 
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import OptimizerConfig
-from nemo_sspo.data.responses import ResponseBatch, response_rows, response_targets
-from nemo_sspo.model import final_hidden_states, output_weight
+from nemo_sspo.data.responses import ResponseBatch, pad_sequences, response_rows, response_targets
+from nemo_sspo.model import Policy, final_hidden_states, output_weight, sequence_multiple
 from nemo_sspo.parallel import linear_logprobs
 from nemo_sspo.parallel.reductions import all_gather_rows, all_reduce, local_share
 
@@ -40,10 +38,15 @@ class StepResult:
     """One optimizer step on a global batch of B rows, the same on every rank."""
 
     loss: float
-    grad_norm: float
+    grad_norm: float  # over all ranks, before clipping
     learning_rate: float
     policy_logprobs: Tensor  # [B, T], detached, from before the step
     entropy: Tensor  # [B, T], detached
+
+    @property
+    def finite(self) -> bool:
+        """Whether loss and gradient norm were finite. Where not, the step was skipped: the weights are unchanged."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 class Actor:
@@ -51,27 +54,30 @@ class Actor:
 
     `temperature` divides the logits: give the one that responses are sampled at. Log-probabilities are those of the
     full output distribution; an engine that never samples padding has them higher by -log(1 - p(padding)).
+    With `distributed_optimizer` each data-parallel rank holds a part of the optimizer's state (ZeRO-1).
     """
 
-    def __init__(self, model: GPTModel, groups: ProcessGroupCollection, micro_batch_size: int) -> None:
+    def __init__(self, policy: Policy, micro_batch_size: int, distributed_optimizer: bool = False) -> None:
         megatron_cpu.install()
-        self.groups = groups
+        self.policy = policy
+        self.groups = policy.groups
         self.micro_batch_size = micro_batch_size
-        self.config = model.config
+        self.config = policy.config
         self.config.finalize_model_grads_func = finalize_model_grads
-        ddp_config = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=False)
-        self.model = DistributedDataParallel(self.config, ddp_config, model, pg_collection=groups)
-        self.model.broadcast_params()
+        self._ddp_config = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True, use_distributed_optimizer=distributed_optimizer
+        )
+        self.chunks = [
+            DistributedDataParallel(self.config, self._ddp_config, chunk, pg_collection=self.groups)
+            for chunk in policy.chunks
+        ]
+        for chunk in self.chunks:
+            chunk.broadcast_params()
 
     @property
     def device(self) -> torch.device:
         """Where the weights are. Batches come from the CPU, and results go back there."""
-        return next(self.model.parameters()).device
-
-    @property
-    def module(self) -> GPTModel:
-        """The bare Megatron-Core model."""
-        return cast(GPTModel, self.model.module)
+        return self.policy.device
 
     def set_optimizer(self, options: OptimizerConfig, clip_grad: float, total_steps: int) -> None:
         """A fresh optimizer and learning-rate schedule for a stage of `total_steps` optimizer steps."""
@@ -86,10 +92,13 @@ class Actor:
             clip_grad=clip_grad,
             bf16=self.config.bf16,
             params_dtype=self.config.params_dtype,
-            use_distributed_optimizer=False,
+            use_distributed_optimizer=self._ddp_config.use_distributed_optimizer,
         )
         self.optimizer = get_megatron_optimizer(
-            config, [self.model], use_gloo_process_groups=False, pg_collection=self.groups
+            config,
+            self.chunks,  # type: ignore[arg-type]
+            use_gloo_process_groups=False,
+            pg_collection=self.groups,
         )
         self.scheduler = OptimizerParamScheduler(
             self.optimizer,
@@ -106,27 +115,30 @@ class Actor:
         )
 
     def logprobs(self, batch: ResponseBatch, micro_batch_size: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-        """Log-probabilities and entropies of the responses in a *local* batch, ``[b, T]`` each, without gradient."""
+        """Log-probabilities and entropies of the responses in a *local* batch, ``[b, T]`` each, without gradient.
+
+        A collective: every data-parallel rank has equally many rows.
+        """
         if not len(batch):
             return torch.zeros(0, 0), torch.zeros(0, 0)
 
         def outputs(piece: ResponseBatch, hidden: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
             return self._response_logprobs(hidden, piece, temperature)
 
-        was_training = self.model.training
-        self.model.eval()
+        training = [chunk.training for chunk in self.chunks]
+        self._train(False)
         with torch.no_grad():
             parts = self._schedule(batch, micro_batch_size, outputs, forward_only=True)
-        self.model.train(was_training)
-        return _stack_rows([p[0] for p in parts]).cpu(), _stack_rows([p[1] for p in parts]).cpu()
+        for chunk, was_training in zip(self.chunks, training, strict=True):
+            chunk.train(was_training)
+        logprobs, entropy = self._from_last_stage(parts, batch)
+        return logprobs.cpu(), entropy.cpu()
 
     def step(self, batch: ResponseBatch, loss_function: LossFunction, temperature: float = 1.0) -> StepResult:
         """One optimizer step on a *global* batch; each data-parallel rank takes its contiguous share of the rows.
 
-        `loss_function` gives each micro-batch's share of the loss: its sum over rows, divided by a *global* count.
-
-        Raises:
-            FloatingPointError: the loss or the gradient's norm is not finite (the weights are as they were).
+        `loss_function` gives each micro-batch's share of the loss: its sum over rows, divided by a *global* count. A
+        loss or gradient norm that is not finite leaves weights, optimizer and learning rate as they were.
         """
         dp = self.groups.dp_cp
         local = batch.select(local_share(len(batch), dp))
@@ -135,29 +147,33 @@ class Actor:
         def loss(piece: ResponseBatch, hidden: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
             logprobs, entropy = self._response_logprobs(hidden, piece, temperature)
             share = loss_function(piece, logprobs, entropy)
-            return share * (pieces * dp.size()), (share.detach(), logprobs.detach(), entropy.detach())
+            return share * (pieces * dp.size()), (logprobs.detach(), entropy.detach(), share.detach())
 
-        self.model.train()
-        self.model.zero_grad_buffer()
+        self._train(True)
+        for chunk in self.chunks:
+            chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
         parts = self._schedule(local, self.micro_batch_size, loss, forward_only=False)
-        total = float(all_reduce(torch.stack([p[0] for p in parts]).sum(), dp))
-        if not math.isfinite(total):
-            raise FloatingPointError(f"the loss of this step is {total}; the weights are unchanged")
+        share = sum((p[2] for p in parts), start=torch.zeros((), device=self.device))
+        total = float(all_reduce(self._broadcast_from_last_stage(share), dp))
         self.optimizer.prepare_grads()
-        grad_norm = float(self.optimizer.get_grad_norm())  # one norm over all ranks, the same on each
-        if not math.isfinite(grad_norm):
-            raise FloatingPointError(f"the gradient's norm in this step is {grad_norm}; the weights are unchanged")
+        grad_norm = float(self.optimizer.get_grad_norm())  # one norm over all ranks, experts included
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        self.optimizer.step()
-        self.scheduler.step(increment=1)
+        if math.isfinite(total) and math.isfinite(grad_norm):
+            self.optimizer.step()
+            self.scheduler.step(increment=1)
+        logprobs, entropy = self._from_last_stage(parts, local)
         return StepResult(
             loss=total,
             grad_norm=grad_norm,
             learning_rate=learning_rate,
-            policy_logprobs=all_gather_rows(_stack_rows([p[1] for p in parts]), dp).cpu(),
-            entropy=all_gather_rows(_stack_rows([p[2] for p in parts]), dp).cpu(),
+            policy_logprobs=all_gather_rows(logprobs, dp).cpu(),
+            entropy=all_gather_rows(entropy, dp).cpu(),
         )
+
+    def _train(self, mode: bool) -> None:
+        for chunk in self.chunks:
+            chunk.train(mode)
 
     def _response_logprobs(self, hidden: Tensor, piece: ResponseBatch, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of each response token, ``[b, T]`` each, 0 on padding, from ``[S, b, H]``.
@@ -167,24 +183,34 @@ class Actor:
         mask = piece.mask.bool()
         rows = response_rows(hidden.transpose(0, 1), piece)[mask]
         targets = response_targets(piece)[mask]
-        weight = output_weight(self.module)
-        values = linear_logprobs(rows, weight, targets, self.groups.tp, temperature=temperature)
+        weight = output_weight(self.policy.chunks[-1])
+        values = linear_logprobs(
+            rows, weight, targets, self.groups.tp, temperature=temperature, vocab_size=self.policy.vocab_size
+        )
         logprobs, entropy = (value.new_zeros(mask.shape).masked_scatter(mask, value) for value in values)
         return logprobs, entropy
 
     def _schedule(self, batch: ResponseBatch, micro_batch_size: int, function: Callable, forward_only: bool) -> list:
-        """Run Megatron-Core's schedule over `batch`; returns what `function` returned for each micro-batch."""
+        """Run Megatron-Core's schedule over `batch`.
+
+        Returns what `function` returned for each micro-batch, on the last pipeline stage; elsewhere nothing.
+        """
         pieces = batch.split(micro_batch_size)
+        multiple = sequence_multiple(self.config)
 
         def forward_step(pieces: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
             piece = next(pieces).to(self.device)
-            return final_hidden_states(model, self.module, piece.tokens), partial(function, piece)
+            tokens = pad_sequences(piece.tokens, multiple)
+            return final_hidden_states(model, cast(Any, model).module, tokens), partial(function, piece)
 
-        schedule = get_forward_backward_func(pp_size=self.groups.pp.size(), vp_size=None)
+        schedule = get_forward_backward_func(
+            pp_size=self.groups.pp.size(), vp_size=self.config.virtual_pipeline_model_parallel_size
+        )
+        iterators = [iter(pieces) for _ in self.chunks]
         results: list = schedule(  # type: ignore[assignment]  (declared to return nothing)
             forward_step_func=forward_step,
-            data_iterator=iter(pieces),
-            model=[self.model],
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(pieces),
             seq_length=batch.tokens.shape[1],
             micro_batch_size=micro_batch_size,
@@ -194,8 +220,19 @@ class Actor:
         )
         return results
 
+    def _from_last_stage(self, parts: list, batch: ResponseBatch) -> tuple[Tensor, Tensor]:
+        """Log-probabilities and entropy ``[b, T]`` of a local batch, on every stage, from the last stage's `parts`."""
+        both = torch.zeros(2, len(batch), batch.max_response_length, device=self.device)
+        start = 0
+        for part in parts:
+            rows, width = part[0].shape
+            both[:, start : start + rows, :width] = torch.stack(part[:2])
+            start += rows
+        logprobs, entropy = self._broadcast_from_last_stage(both)
+        return logprobs, entropy
 
-def _stack_rows(parts: list[Tensor]) -> Tensor:
-    """Concatenate ``[b_i, T_i]`` along rows, padded with zeros to the longest T."""
-    width = max(p.shape[1] for p in parts)
-    return torch.cat([torch.nn.functional.pad(p, (0, width - p.shape[1])) for p in parts])
+    def _broadcast_from_last_stage(self, value: Tensor) -> Tensor:
+        pp = self.groups.pp
+        if pp.size() > 1:
+            torch.distributed.broadcast(value, group=pp, group_src=pp.size() - 1)
+        return value

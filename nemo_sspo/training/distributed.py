@@ -50,9 +50,10 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup) -> T | None:
 
 @contextmanager
 def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[ProcessGroupCollection]:
-    """Megatron-Core's process groups for the layout in `model`, over gloo on CPU and NCCL on GPU.
+    """The process group of the run, and Megatron-Core's groups in it for the layout in `model`.
 
-    Without a launcher a single process is a world of one, with no port and no rendezvous.
+    Over gloo on CPU and NCCL on GPU. Without a launcher a single process is a world of one, with no port and no
+    rendezvous.
     """
     megatron_cpu.install()
     backend = "nccl" if torch.cuda.is_available() else "gloo"
@@ -68,16 +69,27 @@ def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[Pr
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
+        with model_parallel_groups(model, timeout_minutes) as groups:
+            yield groups
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def model_parallel_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[ProcessGroupCollection]:
+    """Megatron-Core's groups for the layout in `model`, within the process group that there is."""
+    megatron_cpu.install()
+    try:
         parallel_state.initialize_model_parallel(
             tensor_model_parallel_size=model.tensor_model_parallel_size,
             pipeline_model_parallel_size=model.pipeline_model_parallel_size,
+            virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
             context_parallel_size=model.context_parallel_size,
             expert_model_parallel_size=model.expert_model_parallel_size,
-            expert_tensor_parallel_size=1,
+            expert_tensor_parallel_size=model.expert_tensor_parallel_size,
             create_gloo_process_groups=False,
             distributed_timeout_minutes=timeout_minutes,
         )
         yield ProcessGroupCollection.use_mpu_process_groups()
     finally:
         parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()

@@ -10,7 +10,7 @@ import torch
 from nemo_sspo.config import load_run_config
 from nemo_sspo.config.resolve import shape_fields
 from nemo_sspo.errors import UserError
-from nemo_sspo.generation import sample_seed
+from nemo_sspo.seeds import sample_seed
 from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints, load_model, read_checkpoint
 from nemo_sspo.training.distributed import process_groups, rank
 from nemo_sspo.training.rollout import sampling_params

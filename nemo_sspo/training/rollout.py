@@ -15,9 +15,10 @@ from nemo_sspo.data.dataset import EncodedProblem
 from nemo_sspo.data.responses import RESPONSE, ResponseBatch
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.environment import score, uses_think_block
-from nemo_sspo.generation import GenerationEngine, GenerationOutput, SamplingParams, sample_seed
+from nemo_sspo.generation import GenerationEngine, GenerationOutput, SamplingParams
 from nemo_sspo.objective import group_advantages
 from nemo_sspo.parallel.reductions import all_gather_list, all_gather_rows, local_share
+from nemo_sspo.seeds import sample_seed
 from nemo_sspo.training.actor import Actor
 
 

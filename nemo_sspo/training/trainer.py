@@ -16,9 +16,10 @@ from nemo_sspo.config.schema import RunConfig
 from nemo_sspo.data.batches import prompt_indices, supervised_batch
 from nemo_sspo.data.dataset import Datasets
 from nemo_sspo.data.tokenizer import Tokenizer
-from nemo_sspo.generation import GenerationEngine, sample_seed
+from nemo_sspo.generation import GenerationEngine
 from nemo_sspo.objective import build_objective
 from nemo_sspo.report.histogram import log_ratio_histogram
+from nemo_sspo.seeds import sample_seed
 from nemo_sspo.training.actor import Actor, StepResult
 from nemo_sspo.training.checkpoint import (
     Checkpoint,

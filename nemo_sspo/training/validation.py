@@ -10,8 +10,9 @@ from torch.distributed import ProcessGroup
 from nemo_sspo.data.dataset import EncodedProblem
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.environment import score, uses_think_block
-from nemo_sspo.generation import GenerationEngine, SamplingParams, sample_seed
+from nemo_sspo.generation import GenerationEngine, SamplingParams
 from nemo_sspo.parallel.reductions import all_gather_list, local_share
+from nemo_sspo.seeds import sample_seed
 
 
 def answer_problems(
