@@ -97,7 +97,8 @@ def watch_peers(
 def _last_word(error: BaseException, rank: int) -> Word:
     if isinstance(error, SystemExit) and error.code in (None, 0, EXIT_RESUMABLE):
         return {"left": True}
-    text = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+    kind = "" if isinstance(error, UserError) else type(error).__name__
+    text = ": ".join(filter(None, (kind, str(error))))
     # What cli.py says of these is enough; it says it on rank 0.
     said = rank == 0 and isinstance(error, UserError | KeyboardInterrupt)
     return {"failed": " ".join(text.split())[:1000], "said": said}
