@@ -12,6 +12,7 @@ Why, one by one:
 * optimizers and gradient clipping compare ``tensor.type()`` with ``'torch.cuda.FloatTensor'`` and its kin: in their
   code those constants become the CPU's.
 * the token dispatcher gives the splits of an all-to-all as tensors; gloo wants numbers.
+* with expert-tensor parallelism it gathers and scatters parts of different sizes; NCCL takes them, gloo does not.
 * without Transformer Engine, `moe_utils.py` never defines ``te_general_gemm`` but reads it in the router's forward.
 * at import it warns of each fused kernel that is absent, some twenty lines; those warnings are silenced.
 * ``jit_fuser`` is ``torch.compile``; on a CPU it needs a C++ compiler and a minute for what it saves.
@@ -34,6 +35,10 @@ import torch
 SUPPORTED = "0.16.1"
 # In force from this module's import on, so the packages that import Megatron-Core import this one first.
 warnings.filterwarnings("ignore", message=".*Falling back to", category=UserWarning)
+warnings.filterwarnings("ignore", message=".*_tensor. is deprecated", category=FutureWarning)  # PyTorch's renaming
+warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
+warnings.filterwarnings("ignore", message=".*Disabling sequence parallel", category=UserWarning)  # of experts
+warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
 warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
 
 _CPU = torch.device("cpu")
@@ -104,7 +109,12 @@ def _cuda_proxy() -> _Proxy:
 
 def _torch_proxy() -> _Proxy:
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    distributed = _Proxy(torch.distributed, all_to_all_single=_all_to_all_single)
+    distributed = _Proxy(
+        torch.distributed,
+        all_to_all_single=_all_to_all_single,
+        all_gather=_all_gather,
+        reduce_scatter=_reduce_scatter,
+    )
     return _Proxy(torch, cuda=_cuda_proxy(), distributed=distributed, **factories)
 
 
@@ -118,6 +128,23 @@ def _all_to_all_single(
     """``torch.distributed.all_to_all_single`` that also takes its splits as tensors."""
     splits = [None if s is None else [int(n) for n in s] for s in (output_split_sizes, input_split_sizes)]
     return torch.distributed.all_to_all_single(output, input, *splits, **options)
+
+
+def _all_gather(outputs: list[torch.Tensor], input: torch.Tensor, group: Any = None) -> None:
+    """``torch.distributed.all_gather`` that also takes parts whose first sizes differ."""
+    longest = max(len(output) for output in outputs)
+    padded = [output.new_empty(longest, *output.shape[1:]) for output in outputs]
+    own = torch.cat([input, input.new_zeros(longest - len(input), *input.shape[1:])])
+    torch.distributed.all_gather(padded, own, group=group)
+    for output, whole in zip(outputs, padded, strict=True):
+        output.copy_(whole[: len(output)])
+
+
+def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
+    """``torch.distributed.reduce_scatter`` that also takes parts whose first sizes differ."""
+    everything = torch.cat(inputs)
+    torch.distributed.all_reduce(everything, group=group)
+    output.copy_(everything.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
 
 
 def _cpu_type_names(constant: Any) -> Any:

@@ -83,9 +83,11 @@ class ResponseBatch:
         return [self.select(slice(start, start + rows)) for start in range(0, max(len(self), 1), rows)]
 
 
-def pad_sequences(tokens: Tensor, multiple: int) -> Tensor:
-    """Tokens ``[B, S]``, right-padded with id 0 to a multiple of `multiple` columns."""
-    return torch.nn.functional.pad(tokens, (0, -tokens.shape[1] % multiple))
+def pad_tokens(tokens: Tensor, rows: int, columns: int, multiple: int = 1) -> Tensor:
+    """Tokens ``[B, S]``, padded with id 0 to at least `rows` and `columns`, and to a multiple of `multiple` columns."""
+    rows, columns = max(rows, tokens.shape[0]), max(columns, tokens.shape[1])
+    columns += -columns % multiple
+    return torch.nn.functional.pad(tokens, (0, columns - tokens.shape[1], 0, rows - tokens.shape[0]))
 
 
 def response_targets(batch: ResponseBatch) -> Tensor:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
-from nemo_sspo.model.layers import stage_layers
+from nemo_sspo.model.layers import mark_experts, stage_layers
 from nemo_sspo.model.weights import draw_weights, sharded_weights, shards
 
 _DTYPES = {"32": torch.float32, "bf16": torch.bfloat16}
@@ -61,10 +61,12 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
         pipeline_model_parallel_size=model.pipeline_model_parallel_size,
         expert_model_parallel_size=model.expert_model_parallel_size,
         virtual_pipeline_model_parallel_size=model.virtual_pipeline_model_parallel_size,
+        # Interleaved stages exchange tensors in overlapping pairs: batched, two stages would mix up both directions.
+        overlap_p2p_comm=model.virtual_pipeline_model_parallel_size is not None,
+        batch_p2p_comm=model.virtual_pipeline_model_parallel_size is None,
         expert_tensor_parallel_size=model.expert_tensor_parallel_size,
         context_parallel_size=model.context_parallel_size,
         sequence_parallel=model.sequence_parallel,
-        variable_seq_lengths=model.pipeline_model_parallel_size > 1,  # micro-batches are as wide as their longest row
         recompute_granularity=model.activations_checkpoint_granularity,
         recompute_method=model.activations_checkpoint_method,
         recompute_num_layers=model.activations_checkpoint_num_layers,
@@ -72,7 +74,6 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
         use_cpu_initialization=not torch.cuda.is_available(),
-        perform_initialization=False,  # `draw_weights` does
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         masked_softmax_fusion=False,
@@ -120,6 +121,7 @@ def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollect
     )
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = [_chunk(model, config, vocab_size, groups, stage) for stage in (range(virtual) if virtual else [None])]
+    mark_experts(chunks, groups)
     draw_weights(chunks, groups, model.seed)
     return Policy(chunks, vocab_size, groups)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -35,3 +38,17 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int) 
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+
+
+def mark_experts(chunks: Sequence[GPTModel], groups: ProcessGroupCollection) -> None:
+    """Say which parameters are reduced over the experts' data-parallel ranks instead of everyone's.
+
+    Megatron-Core 0.16.1 marks experts so only with expert parallelism (`ColumnParallelLinear`: ``allreduce``). Without
+    it, but with tensor parallelism that stops at the experts, each tensor-parallel rank holds all experts and sees a part
+    of the tokens, and their gradients would never be added up.
+    """
+    own_ranks = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".experts." in name:
+                parameter.allreduce = not own_ranks  # type: ignore[attr-defined]

@@ -18,11 +18,12 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
 from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import OptimizerConfig
-from nemo_sspo.data.responses import ResponseBatch, pad_sequences, response_rows, response_targets
+from nemo_sspo.data.responses import ResponseBatch, pad_tokens, response_rows, response_targets
 from nemo_sspo.model import Policy, final_hidden_states, output_weight, sequence_multiple
 from nemo_sspo.parallel import linear_logprobs
 from nemo_sspo.parallel.reductions import all_gather_rows, all_reduce, local_share
@@ -176,12 +177,12 @@ class Actor:
             chunk.train(mode)
 
     def _response_logprobs(self, hidden: Tensor, piece: ResponseBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each response token, ``[b, T]`` each, 0 on padding, from ``[S, b, H]``.
+        """Log-probability and entropy of each response token, ``[b, T]`` each, 0 on padding, from ``[S, >= b, H]``.
 
         Only the rows that predict a response token meet the output layer.
         """
         mask = piece.mask.bool()
-        rows = response_rows(hidden.transpose(0, 1), piece)[mask]
+        rows = response_rows(hidden[:, : len(piece)].transpose(0, 1), piece)[mask]
         targets = response_targets(piece)[mask]
         weight = output_weight(self.policy.chunks[-1])
         values = linear_logprobs(
@@ -197,10 +198,12 @@ class Actor:
         """
         pieces = batch.split(micro_batch_size)
         multiple = sequence_multiple(self.config)
+        # Pipeline stages expect micro-batches of one shape from each other.
+        rows, columns = (micro_batch_size, batch.tokens.shape[1]) if self.groups.pp.size() > 1 else (1, 1)
 
         def forward_step(pieces: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
             piece = next(pieces).to(self.device)
-            tokens = pad_sequences(piece.tokens, multiple)
+            tokens = pad_tokens(piece.tokens, rows, columns, multiple)
             return final_hidden_states(model, cast(Any, model).module, tokens), partial(function, piece)
 
         schedule = get_forward_backward_func(
@@ -212,11 +215,12 @@ class Actor:
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
             num_microbatches=len(pieces),
-            seq_length=batch.tokens.shape[1],
+            seq_length=columns + -columns % multiple,
             micro_batch_size=micro_batch_size,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
             pg_collection=self.groups,
+            p2p_communicator=P2PCommunicator(self.groups.pp, self.config) if self.groups.pp.size() > 1 else None,
         )
         return results
 

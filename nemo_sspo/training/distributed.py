@@ -16,6 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
 from nemo_sspo.errors import UserError
+from nemo_sspo.training.watch import watch_peers
 
 T = TypeVar("T")
 
@@ -52,7 +53,7 @@ def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup) -> T | None:
 def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[ProcessGroupCollection]:
     """The process group of the run, and Megatron-Core's groups in it for the layout in `model`.
 
-    Over gloo on CPU and NCCL on GPU. Without a launcher a single process is a world of one, with no port and no
+    Over gloo on CPU and NCCL on GPU; a rank that dies or fails ends all. Without a launcher a single process is a world of one, with no port and no
     rendezvous.
     """
     megatron_cpu.install()
@@ -69,7 +70,7 @@ def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[Pr
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
     try:
-        with model_parallel_groups(model, timeout_minutes) as groups:
+        with watch_peers(), model_parallel_groups(model, timeout_minutes) as groups:
             yield groups
     finally:
         dist.destroy_process_group()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import queue
 import time
 import traceback
@@ -44,7 +45,7 @@ def run_ranks(worker: Callable[..., Any], size: int, folder: Path, *arguments: A
                 errors |= {rank: f"exit code {processes[rank].exitcode}" for rank in died if rank not in results}
                 continue
             if error is None:
-                results[rank] = result
+                results[rank] = pickle.loads(result)
             else:
                 errors[rank] = error
     finally:
@@ -64,7 +65,8 @@ def _rank(worker: Callable[..., Any], rank: int, size: int, store: str, answers:
     torch.set_num_threads(1)
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=size)
-        answers.put((rank, None, worker(rank, size, *arguments)))
+        # As bytes: tensors would be passed as shared memory, which goes with this process.
+        answers.put((rank, None, pickle.dumps(worker(rank, size, *arguments))))
         dist.barrier()  # no rank leaves while another still talks to it
         dist.destroy_process_group()
     except Exception:
