@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":
             print(f"nemo-sspo: error: {' '.join(str(error).split())}", file=sys.stderr)
-        return 2
+        return error.status
     except KeyboardInterrupt:  # before training starts, or the second one within it
         print(
             "nemo-sspo: interrupted; to go on from the newest checkpoint, run the same command again", file=sys.stderr

@@ -1,4 +1,4 @@
-"""The one exception type for mistakes that a user can make and mend."""
+"""The exceptions that a user is told of in one line."""
 
 from __future__ import annotations
 
@@ -7,5 +7,13 @@ class UserError(ValueError):
     """A mistake in what the user gave: a key, a file, a value.
 
     The message is one line that names the dotted key or the file and line, what was given, what is
-    allowed and what to do. The command line prints it without a traceback and exits with status 2.
+    allowed and what to do. The command line prints it without a traceback and exits with `status`.
     """
+
+    status = 2
+
+
+class RunError(UserError):
+    """What a run can't get over by itself, such as a full disk: told like a mistake, but the exit status is 1."""
+
+    status = 1

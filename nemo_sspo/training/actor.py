@@ -7,7 +7,8 @@ data-parallel ranks, so a loss that is already divided by the global count is mu
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -74,6 +75,7 @@ class Actor:
         ]
         for chunk in self.chunks:
             chunk.broadcast_params()
+        self._reference: list[Tensor] | None = None
 
     @property
     def device(self) -> torch.device:
@@ -114,6 +116,60 @@ class Actor:
             wd_incr_steps=0,
             wd_incr_style="constant",
         )
+
+    @contextmanager
+    def optimizer_state_in_host_memory(self) -> Iterator[None]:
+        """Within it Adam's moments wait in host memory, and the GPU has their room. On a CPU there is nothing to do."""
+        device = self.device
+        if device.type == "cpu":
+            yield
+            return
+        self._move_optimizer_state(torch.device("cpu"))
+        torch.cuda.empty_cache()
+        try:
+            yield
+        finally:
+            self._move_optimizer_state(device)
+
+    def _move_optimizer_state(self, device: torch.device) -> None:
+        chained = getattr(self.optimizer, "chained_optimizers", [self.optimizer])
+        for states in (part.optimizer.state.values() for part in chained):
+            for state in states:
+                moved = {k: v.to(device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()}
+                state.update(moved)
+
+    # -- the reference policy -------------------------------------------------------------------------------------
+
+    def keep_reference(self) -> None:
+        """Take the present weights, copied to host memory, as the reference that a divergence is measured from."""
+        self._reference = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether `keep_reference` was called."""
+        return self._reference is not None
+
+    @contextmanager
+    def reference(self) -> Iterator[None]:
+        """Within it the weights are the reference's: one set on the device, the other in host memory."""
+        if self._reference is None:
+            raise RuntimeError("keep_reference was not called")
+        policy = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters()]
+        try:
+            self._put(self._reference)
+            yield
+        finally:
+            self._put(policy)
+
+    def _parameters(self) -> Iterator[torch.nn.Parameter]:
+        for chunk in self.chunks:
+            yield from chunk.parameters()
+
+    def _put(self, weights: list[Tensor]) -> None:
+        for parameter, weight in zip(self._parameters(), weights, strict=True):
+            parameter.data.copy_(weight)
+
+    # -- passes ---------------------------------------------------------------------------------------------------
 
     def logprobs(self, batch: ResponseBatch, micro_batch_size: int, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
         """Log-probabilities and entropies of the responses in a *local* batch, ``[b, T]`` each, without gradient.

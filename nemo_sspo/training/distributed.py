@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,38 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
-from nemo_sspo.errors import UserError
 from nemo_sspo.training.watch import watch_peers
-
-T = TypeVar("T")
-
-
-def world_size() -> int:
-    """Processes of this run, as ``torchrun`` or Slurm's launcher set it; 1 without a launcher."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def rank() -> int:
-    """This process's number in the run."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def on_rank_zero(action: Callable[[], T], group: dist.ProcessGroup) -> T | None:
-    """Run `action` on rank 0 only (None elsewhere). What it refuses, every rank refuses: none waits for the others.
-
-    Raises:
-        UserError: `action` raised it on rank 0. A collective: all ranks of `group` call it.
-    """
-    result, message = None, [None]
-    if rank() == 0:
-        try:
-            result = action()
-        except UserError as error:
-            message = [str(error)]
-    dist.broadcast_object_list(message, src=0, group=group)
-    if message[0] is not None:
-        raise UserError(message[0])
-    return result
 
 
 @contextmanager

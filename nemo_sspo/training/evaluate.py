@@ -7,12 +7,13 @@ from pathlib import Path
 
 import torch
 
+from nemo_sspo.checkpoint import Checkpoint, find_whole, list_checkpoints, load_weights, read_checkpoint
 from nemo_sspo.config import load_run_config
 from nemo_sspo.config.resolve import shape_fields
 from nemo_sspo.errors import UserError
+from nemo_sspo.parallel.ranks import rank
 from nemo_sspo.seeds import sample_seed
-from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints, load_model, read_checkpoint
-from nemo_sspo.training.distributed import process_groups, rank
+from nemo_sspo.training.distributed import process_groups
 from nemo_sspo.training.rollout import sampling_params
 from nemo_sspo.training.run import build_policy, choose_accelerator, load_data
 from nemo_sspo.training.validation import answer_problems, validate
@@ -29,14 +30,14 @@ def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: i
     """
     config = load_run_config(run_dir)
     choose_accelerator(config.trainer.accelerator)
-    found = _checkpoint(run_dir, checkpoint)
     tokenizer, datasets = load_data(config)
     problems = getattr(datasets, split)
     grpo = config.model.grpo
     sampling = sampling_params(tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature)
     with process_groups(config.model) as groups:
+        found = _checkpoint(run_dir, checkpoint)
         actor, engine = build_policy(config, tokenizer, groups)
-        load_model(found, actor.module, shape_fields(config.model))
+        load_weights(found, actor.policy, shape_fields(config.model))
         result = validate(engine, problems, tokenizer, sampling, groups.dp_cp, config.model.seed)
         right = torch.zeros(samples, len(problems))
         for i in range(samples):
@@ -54,10 +55,10 @@ def _checkpoint(run_dir: Path, name: str | None) -> Checkpoint:
     folder = run_dir / "checkpoints"
     if name is not None and (folder / name / "state.json").is_file():
         return read_checkpoint(folder / name)
-    found = list_checkpoints(folder)
     if name is not None:
-        names = ", ".join(c.path.name for c in found)
+        names = ", ".join(c.path.name for c in list_checkpoints(folder))
         raise UserError(f"--checkpoint: got {name}, there are {names or 'none'} in {folder}")
-    if not found:
+    newest = find_whole(folder)
+    if newest is None:
         raise UserError(f"{folder}: no checkpoint; train first")
-    return found[-1]
+    return newest

@@ -37,6 +37,7 @@ class Rollout(ResponseBatch):
     questions: list[str]
     responses: list[str]
     golds: list[str]
+    reference_logprobs: Tensor | None = field(default=None, metadata=RESPONSE)  # [B, T], with a divergence in the loss
 
 
 def sampling_params(tokenizer: Tokenizer, max_tokens: int, temperature: float) -> SamplingParams:
@@ -72,6 +73,10 @@ def collect_rollout(
 
     local = sequence_batch(prompts, [o.token_ids for o in outputs], tokenizer.pad_id)
     old_logprobs, entropy = actor.logprobs(local, forward_micro_batch_size, sampling.temperature)
+    reference = None
+    if actor.has_reference:
+        with actor.reference():
+            reference, _ = actor.logprobs(local, forward_micro_batch_size, sampling.temperature)
     texts = [tokenizer.decode(o.token_ids) for o in outputs]
     scores = score(texts, [rows[i].gold for i in mine])
 
@@ -99,6 +104,7 @@ def collect_rollout(
         questions=[row.question for row in rows],
         responses=[e[2] for e in everyone],
         golds=[row.gold for row in rows],
+        reference_logprobs=None if reference is None else all_gather_rows(reference, dp).cpu(),
     )
 
 

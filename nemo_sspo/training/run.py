@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 
+from nemo_sspo.checkpoint import Checkpoint, find_whole
 from nemo_sspo.config import load_run_config
+from nemo_sspo.config.layout import data_parallel_size
 from nemo_sspo.config.resolve import to_yaml
 from nemo_sspo.config.schema import RunConfig
 from nemo_sspo.data import build_datasets, build_tokenizer
@@ -23,11 +25,11 @@ from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.errors import UserError
 from nemo_sspo.generation.native import NativeEngine
 from nemo_sspo.model import build_model, parameter_count
+from nemo_sspo.parallel.ranks import on_rank_zero, rank, world_size
 from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
 from nemo_sspo.training.actor import Actor
-from nemo_sspo.training.checkpoint import Checkpoint, list_checkpoints
-from nemo_sspo.training.distributed import on_rank_zero, process_groups, rank, world_size
+from nemo_sspo.training.distributed import process_groups
 from nemo_sspo.training.recorder import VALIDATION, RunRecorder
 from nemo_sspo.training.stop import EXIT_RESUMABLE, stop_on_signals
 from nemo_sspo.training.trainer import Trainer
@@ -43,6 +45,18 @@ _MAY_CHANGE = (
     "trainer.grpo.save_interval",
     "trainer.grpo.num_logged_samples",
     "exp_manager.",
+    "trainer.grpo.max_skipped_steps",
+    "model.tensor_model_parallel_size",
+    "model.sequence_parallel",
+    "model.pipeline_model_parallel_size",
+    "model.virtual_pipeline_model_parallel_size",
+    "model.expert_model_parallel_size",
+    "model.expert_tensor_parallel_size",
+    "model.context_parallel_size",
+    "model.activations_checkpoint_",
+    "model.optim.name",
+    "model.sft.optim.name",
+    "model.grpo.offload_adam_states",
     "model.micro_batch_size",
     "model.grpo.forward_micro_batch_size",
 )
@@ -57,15 +71,17 @@ def run_training(config: RunConfig) -> int:
     run_dir = Path(config.exp_manager.explicit_log_dir)
     tokenizer, datasets = load_data(config)
     _check_data(config, datasets)
-    checkpoint = find_checkpoint(config, run_dir)
+    check_continues(config, run_dir)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
         groups = stack.enter_context(process_groups(config.model))
+        checkpoint = find_whole(run_dir / "checkpoints")
         actor, engine = build_policy(config, tokenizer, groups)
-        recorder = on_rank_zero(lambda: open_recorder(config, run_dir), groups.dp_cp)
+        recorder = on_rank_zero(lambda: open_recorder(config, run_dir))
+        count = parameter_count(actor.policy)
         if recorder is not None:
             stack.enter_context(recorder)
-            _say_start(run_dir, actor, checkpoint)
+            _say_start(run_dir, count, checkpoint)
         trainer = Trainer(config, actor, engine, tokenizer, datasets, groups, run_dir, stop, recorder)
         finished = trainer.fit(checkpoint)
         if recorder is not None:
@@ -101,9 +117,10 @@ def load_data(config: RunConfig) -> tuple[Tokenizer, Datasets]:
 
 def build_policy(config: RunConfig, tokenizer: Tokenizer, groups: Any) -> tuple[Actor, NativeEngine]:
     """The actor, and the engine that generates with its weights."""
-    model = build_model(config.model, tokenizer.vocab_size, groups, config.trainer.precision)
-    actor = Actor(model, groups, config.model.micro_batch_size)
-    engine = NativeEngine(model, config.model.encoder_seq_length, config.trainer.grpo.generation_rollout_mbs)
+    policy = build_model(config.model, tokenizer.vocab_size, groups, config.trainer.precision)
+    distributed_optimizer = config.model.optim.name == "mcore_distributed_optim"
+    actor = Actor(policy, config.model.micro_batch_size, distributed_optimizer)
+    engine = NativeEngine(policy, config.model.encoder_seq_length, config.trainer.grpo.generation_rollout_mbs)
     return actor, engine
 
 
@@ -114,14 +131,14 @@ def open_recorder(config: RunConfig, run_dir: Path) -> RunRecorder:
     return recorder
 
 
-def find_checkpoint(config: RunConfig, run_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint of the run in `run_dir`, or None to start anew.
+def check_continues(config: RunConfig, run_dir: Path) -> None:
+    """Make sure that what `run_dir` holds, if anything, is an earlier part of this run.
 
     Raises:
         UserError: the folder holds another run, or it holds one and ``exp_manager.resume_if_exists`` is false.
     """
     if not (run_dir / "config.yaml").is_file():
-        return None
+        return
     if not config.exp_manager.resume_if_exists:
         raise UserError(
             f"exp_manager.explicit_log_dir: {run_dir} holds a run and exp_manager.resume_if_exists is false; choose "
@@ -136,8 +153,6 @@ def find_checkpoint(config: RunConfig, run_dir: Path) -> Checkpoint | None:
             f"exp_manager.explicit_log_dir: {run_dir} holds a run of another config ({differences}); choose another "
             "folder, delete this one, or set the keys back to continue it"
         )
-    checkpoints = list_checkpoints(run_dir / "checkpoints")
-    return checkpoints[-1] if checkpoints else None
 
 
 def environment(config: RunConfig) -> dict[str, Any]:
@@ -152,10 +167,8 @@ def environment(config: RunConfig) -> dict[str, Any]:
         "git_revision": _git_revision(),
         "layout": {
             "world_size": world_size(),
-            "tensor_model_parallel_size": model.tensor_model_parallel_size,
-            "pipeline_model_parallel_size": model.pipeline_model_parallel_size,
-            "expert_model_parallel_size": model.expert_model_parallel_size,
-            "context_parallel_size": model.context_parallel_size,
+            "data_parallel_size": data_parallel_size(model, world_size()),
+            **{name: value for name, value in vars(model).items() if name.endswith("_parallel_size")},
         },
         "platform": platform.platform(),
         "command": sys.argv,
@@ -184,8 +197,8 @@ def summary(run_dir: Path, config: RunConfig, trainer: Trainer) -> dict[str, Any
     }
 
 
-def _say_start(run_dir: Path, actor: Actor, checkpoint: Checkpoint | None) -> None:
-    size = f"{parameter_count(actor.module):,} parameters, {world_size()} process{'es' if world_size() > 1 else ''}"
+def _say_start(run_dir: Path, parameters: int, checkpoint: Checkpoint | None) -> None:
+    size = f"{parameters:,} parameters, {world_size()} process{'es' if world_size() > 1 else ''}"
     print(f"{run_dir}: {size}, {'resuming from ' + checkpoint.path.name if checkpoint else 'starting'}", flush=True)
 
 

@@ -1,0 +1,139 @@
+"""What a checkpoint holds of the policy and its optimizer, by global names, and how it gets back under any layout.
+
+Weights are under their own names, Adam's moments under ``optimizer.state.exp_avg.NAME`` and ``...exp_avg_sq.NAME``, and
+bfloat16 training's float32 weights under ``optimizer.state.fp32_param.NAME``: alike for Megatron-Core's three kinds of
+optimizer (float32, mixed precision, distributed), chained for experts or not. All else of an optimizer's state follows
+from the config and from the number of its steps, so it is not stored.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
+from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
+from megatron.core.dist_checkpointing.validation import StrictHandling
+
+from nemo_sspo.checkpoint.folder import SHARDS, Checkpoint
+from nemo_sspo.errors import UserError
+from nemo_sspo.model import Policy
+
+_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_MAIN_PARAM = "optimizer.state.fp32_param."
+
+
+def sharded_state(policy: Policy, optimizer: Any | None) -> dict[str, Any]:
+    """What is written: the weights and, unless None, the optimizer's tensors."""
+    state = {"weights": policy.sharded_weights()}
+    if optimizer is not None:
+        sharded, _ = _split(policy, optimizer, is_loading=False)
+        if not policy.config.bf16:  # float32 weights are their own main weights
+            sharded = _without_main_params(sharded)
+        state["optimizer"] = sharded
+    return state
+
+
+def load_weights(checkpoint: Checkpoint, policy: Policy, shape: dict[str, Any]) -> None:
+    """Put a checkpoint's weights into `policy`, every one of them or none. A collective.
+
+    Raises:
+        UserError: the checkpoint is of another model (names the keys that differ), a weight is missing or left over,
+            or its files can't be read.
+    """
+    _check_shape(checkpoint, shape)
+    loaded = _load(checkpoint, {"weights": policy.sharded_weights()}, ignore="optimizer.")
+    for i, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded["weights"][f"model{i}"])
+
+
+def load_training_state(checkpoint: Checkpoint, policy: Policy, optimizer: Any, shape: dict[str, Any]) -> None:
+    """Put a checkpoint's weights and optimizer state back, whatever layout wrote them. A collective.
+
+    Raises:
+        UserError: as `load_weights`; also for a tensor of the optimizer's state.
+    """
+    _check_shape(checkpoint, shape)
+    sharded, rest = _split(policy, optimizer, is_loading=True)
+    if not policy.config.bf16:
+        _alias_main_params(sharded)
+    loaded = _load(checkpoint, {"weights": policy.sharded_weights(), "optimizer": sharded}, ignore=None)
+    for i, chunk in enumerate(policy.chunks):
+        chunk.load_state_dict(loaded["weights"][f"model{i}"])
+    optimizer.load_state_dict(_with_steps(merge(rest, loaded["optimizer"]), checkpoint.optimizer_steps))
+
+
+def _split(policy: Policy, optimizer: Any, is_loading: bool) -> tuple[Any, Any]:
+    """An optimizer's sharded state dict: its tensors, and everything else."""
+    state = optimizer.sharded_state_dict(policy.sharded_weights(), is_loading=is_loading, metadata=dict(_METADATA))
+    if "optimizer" in state or "state" in state:  # a single one; several come numbered
+        state = {0: state}
+    return extract_sharded_tensors_and_factories(state)
+
+
+def _with_steps(state: Any, steps: int) -> Any:
+    """Optimizer state dicts for ``load_state_dict``, with the number of steps that their moments are of."""
+    for part in state.values():
+        inner = part.get("optimizer", part)
+        if "param_state" not in part:
+            inner["state"]["common_step"] = torch.tensor(float(steps))
+        for group in inner["param_groups"]:
+            if isinstance(group.get("params"), LocalNonpersistentObject):
+                group["params"] = group["params"].unwrap()
+            if "param_state" in part or "step" in group:
+                group["step"] = steps
+    return state[0] if len(state) == 1 else state
+
+
+def _is_main_param(value: Any) -> bool:
+    return isinstance(value, ShardedTensor | ShardedTensorFactory) and value.key.startswith(_MAIN_PARAM)
+
+
+def _without_main_params(sharded: Any) -> Any:
+    if isinstance(sharded, dict):
+        return {k: _without_main_params(v) for k, v in sharded.items() if not _is_main_param(v)}
+    return sharded
+
+
+def _alias_main_params(sharded: Any) -> None:
+    """Let float32 main weights be read from the weights themselves."""
+    for value in nested_values(sharded):
+        if _is_main_param(value):
+            value.key = value.key.removeprefix(_MAIN_PARAM)
+
+
+def _check_shape(checkpoint: Checkpoint, shape: dict[str, Any]) -> None:
+    changed = [key for key in {**checkpoint.shape, **shape} if checkpoint.shape.get(key) != shape.get(key)]
+    if changed:
+        differences = ", ".join(f"{key} was {checkpoint.shape.get(key)} and is {shape.get(key)}" for key in changed)
+        raise UserError(
+            f"{checkpoint.path}: the checkpoint is of another model: {differences}; set them back, or choose another "
+            "exp_manager.explicit_log_dir"
+        )
+
+
+def _load(checkpoint: Checkpoint, wanted: dict[str, Any], ignore: str | None) -> Any:
+    """Megatron-Core's load, with every name that has no counterpart an error."""
+    folder = checkpoint.path / SHARDS
+    try:
+        loaded, missing, unexpected = dist_checkpointing.load(
+            wanted, str(folder), validate_access_integrity=False, strict=StrictHandling.RETURN_ALL
+        )
+    except Exception as error:  # what a damaged or foreign file provokes is anyone's guess
+        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise UserError(
+            f"{folder}: can't be read ({why}); delete that checkpoint folder to use the one before"
+        ) from error
+    left_over = sorted(key for key in missing if ignore is None or not key.startswith(ignore))
+    if left_over:
+        raise UserError(f"{folder}: {_some(left_over)} in the checkpoint, but not in this model or optimizer")
+    if unexpected:
+        raise UserError(f"{folder}: {_some(sorted(unexpected))} in this model or optimizer, but not in the checkpoint")
+    return loaded
+
+
+def _some(names: list[str]) -> str:
+    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
+    return f"{shown} {'is' if len(names) == 1 else 'are'}"
