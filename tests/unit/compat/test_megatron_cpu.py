@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import inspect
 import re
 from importlib.metadata import version
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -50,13 +52,103 @@ def test_the_proxy_redirects_cuda_and_nothing_else(policy):
     assert schedules.torch.Tensor is torch.Tensor
 
 
-def test_clipping_scales_to_the_norm_and_leaves_small_gradients():
-    parameter = torch.nn.Parameter(torch.zeros(2))
-    parameter.grad = torch.tensor([3.0, 4.0])
-    megatron_cpu._clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=5.0)
-    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), atol=1e-6, rtol=0)
-    megatron_cpu._clip_grad_by_total_norm_fp32([parameter], max_norm=2.0, total_norm=1.0)
-    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.8]), atol=1e-6, rtol=0)
+def test_clipping_scales_to_the_norm_and_leaves_small_gradients(policy):
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32, count_zeros_fp32, get_grad_norm_fp32
+
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    parameter.grad = torch.tensor([3.0, 0.0, 4.0])
+    group = policy.groups.tp
+    assert get_grad_norm_fp32([parameter.grad], grad_stats_parallel_group=group) == pytest.approx(5.0)
+    assert count_zeros_fp32([parameter], grad_stats_parallel_group=group, tp_group=group) == 1
+    clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=5.0)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]), atol=1e-6, rtol=0)
+    clip_grad_by_total_norm_fp32([parameter], max_norm=2.0, total_norm=1.0)
+    torch.testing.assert_close(parameter.grad, torch.tensor([0.6, 0.0, 0.8]), atol=1e-6, rtol=0)
+
+
+def test_clipping_still_refuses_other_precisions(policy):
+    from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    parameter.grad = torch.ones(2, dtype=torch.bfloat16)
+    with pytest.raises(AssertionError):
+        clip_grad_by_total_norm_fp32([parameter], max_norm=1.0, total_norm=5.0)
+
+
+@pytest.mark.parametrize(
+    ("constant", "expected"),
+    [
+        ("torch.cuda.FloatTensor", "torch.FloatTensor"),
+        ("torch.cuda.BFloat16Tensor", "torch.BFloat16Tensor"),
+        (("torch.cuda.HalfTensor", 1, ("torch.cuda.FloatTensor",)), ("torch.HalfTensor", 1, ("torch.FloatTensor",))),
+        ("torch.cuda.current_device", "torch.cuda.current_device"),
+        ("one of torch.cuda.FloatTensor", "one of torch.cuda.FloatTensor"),
+        ("FloatTensor", "FloatTensor"),
+        (None, None),
+        (2.5, 2.5),
+    ],
+)
+def test_names_of_tensor_types(constant, expected):
+    assert megatron_cpu._cpu_type_names(constant) == expected
+
+
+TYPES_MODULE = """
+import torch
+
+def plain(tensor):
+    return tensor.type() == "torch.cuda.FloatTensor"
+
+def inner(tensor):
+    return [t.type() in ["torch.cuda.HalfTensor", "torch.cuda.FloatTensor"] for t in [tensor]][0]
+
+@torch.no_grad()
+def wrapped(tensor):
+    return plain(tensor) and tensor.type() == "torch.cuda.FloatTensor"
+
+class Checks:
+    def method(self, tensor):
+        return tensor.type() == "torch.cuda.FloatTensor"
+
+    @classmethod
+    def of_class(cls, tensor):
+        return tensor.type() == "torch.cuda.FloatTensor"
+
+    @staticmethod
+    def static(tensor):
+        return tensor.type() == "torch.cuda.FloatTensor"
+
+def untouched(tensor):
+    return tensor.numel()
+"""
+
+
+def test_every_function_of_a_module_expects_cpu_tensors():
+    module = ModuleType("types_module")
+    exec(TYPES_MODULE, module.__dict__)
+    tensor, checks = torch.zeros(2), module.Checks()
+    functions = [module.plain, module.inner, module.wrapped, checks.method, checks.of_class, checks.static]
+    assert [f(tensor) for f in functions] == [False] * 6
+    code = module.untouched.__code__
+    megatron_cpu._expect_cpu_tensors(module)
+    assert [f(tensor) for f in functions] == [True] * 6
+    assert [f(tensor.double()) for f in functions] == [False] * 6
+    assert module.untouched.__code__ is code
+
+
+@pytest.mark.parametrize("name", ["clip_grads", "distrib_optimizer", "optimizer"])
+def test_no_optimizer_asks_for_cuda_tensors(policy, name):
+    module = importlib.import_module(f"megatron.core.optimizer.{name}")
+
+    def constants(code) -> list:
+        inner = [c for c in code.co_consts if inspect.iscode(c)]
+        return [*code.co_consts, *(c for i in inner for c in constants(i))]
+
+    owners = [module, *(c for _, c in inspect.getmembers(module, inspect.isclass) if c.__module__ == module.__name__)]
+    functions = [inspect.unwrap(getattr(f, "__func__", f)) for owner in owners for f in vars(owner).values()]
+    found = [c for f in functions if inspect.isfunction(f) for c in constants(f.__code__)]
+    flat = [n for c in found for n in (c if isinstance(c, tuple) else [c])]
+    assert not [n for n in flat if n in {f"torch.cuda.{t}Tensor" for t in ("Float", "Half", "BFloat16")}]
+    assert "torch.FloatTensor" in flat
 
 
 def test_the_patched_version_is_the_installed_one():
@@ -70,6 +162,20 @@ def test_the_patched_version_is_the_installed_one():
         ("megatron.core.distributed.param_and_grad_buffer", r"torch\.cuda\.current_device\(\)"),
         ("megatron.core.tensor_parallel.random", r"torch\.cuda\.manual_seed\("),
         ("megatron.core.optimizer.clip_grads", r"'torch\.cuda\.FloatTensor'"),
+        ("megatron.core.optimizer.distrib_optimizer", r"'torch\.cuda\.FloatTensor'"),
+        ("megatron.core.optimizer.optimizer", r"'torch\.cuda\.BFloat16Tensor'"),
+        # only splits from a GPU become numbers; those of a CPU stay tensors
+        ("megatron.core.transformer.moe.moe_utils", r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
+        ("megatron.core.tensor_parallel.mappings", r"all_to_all_single\(\s+output,\s+input,\s+output_split_sizes="),
+        ("megatron.core.tensor_parallel.mappings", r"torch\.distributed\.all_gather\(output_tensor_list, input_,"),
+        ("megatron.core.tensor_parallel.mappings", r"torch\.distributed\.reduce_scatter\(output, input_tensor_list"),
+        # nemo_sspo.model.layers
+        ("megatron.core.tensor_parallel.layers", r'"allreduce", not \(self\.is_expert and self\.expert_parallel\)'),
+        ("megatron.core.transformer.torch_norm", r"sequence parallel not supported by torch LayerNorm"),
+        # warnings that are silenced
+        ("megatron.core.transformer.transformer_config", r"full scope is deprecated"),
+        ("megatron.core.tensor_parallel.layers", r"Disabling sequence parallel"),
+        ("megatron.core.models.gpt.gpt_layer_specs", r"Falling back to"),
         ("megatron.core.jit", r"jit_fuser = torch\.compile"),
     ],
 )

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import pytest
 import torch
 
-from nemo_sspo.data.responses import IGNORE_INDEX, RESPONSE, ResponseBatch, response_rows, response_targets
+from nemo_sspo.data.responses import IGNORE_INDEX, RESPONSE, ResponseBatch, pad_tokens, response_rows, response_targets
 from tests.tiny import make_batch
 
 BATCH = make_batch([[7], [5, 6, 9]], [[1, 2, 3], [4]])
@@ -57,3 +58,28 @@ def test_split_covers_all_rows_once_and_an_empty_batch_is_one_empty_piece():
     (empty,) = BATCH.select(slice(0, 0)).split(4)
     assert len(empty) == 0
     assert empty.mask.shape == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "multiple", "shape"),
+    [
+        (1, 1, 1, (2, 3)),
+        (2, 3, 1, (2, 3)),
+        (4, 3, 1, (4, 3)),
+        (2, 5, 1, (2, 5)),
+        (1, 1, 2, (2, 4)),
+        (1, 1, 3, (2, 3)),
+        (3, 5, 4, (3, 8)),
+        (0, 0, 16, (2, 16)),
+    ],
+)
+def test_tokens_are_padded_with_zeros_after_their_own(rows, columns, multiple, shape):
+    tokens = torch.tensor([[1, 2, 3], [4, 5, 6]])
+    padded = pad_tokens(tokens, rows, columns, multiple)
+    assert (padded.shape, padded.dtype) == (shape, torch.int64)
+    assert torch.equal(padded[:2, :3], tokens)
+    assert padded.sum() == tokens.sum()
+
+
+def test_a_batch_without_rows_is_padded_as_well():
+    assert pad_tokens(torch.zeros(0, 0, dtype=torch.int64), 2, 3, 4).tolist() == [[0] * 4] * 2

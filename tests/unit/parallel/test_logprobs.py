@@ -34,6 +34,13 @@ def reference(logits: Tensor, targets: Tensor, temperature: float = 1.0) -> Outp
     return logprobs * kept, -(logs.exp() * logs).sum(-1) * kept
 
 
+def padded(weight: Tensor, rows: int) -> Tensor:
+    """`weight` and more rows, whose logits would be the largest by far."""
+    generator = torch.Generator().manual_seed(1)
+    more = 50 * torch.randn(rows, weight.shape[1], generator=generator, dtype=torch.float64)
+    return torch.cat([weight, more.to(weight.dtype)])
+
+
 def from_logits(hidden: Tensor, weight: Tensor, targets: Tensor, **options: float) -> Outputs:
     return vocab_parallel_logprobs(hidden @ weight.T, targets, **options)
 
@@ -98,15 +105,45 @@ def test_logits_in_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     chunk_size=st.none() | st.integers(1, 20),
     temperature=st.floats(0.2, 3.0),
     seed=st.integers(0, 99),
+    padding=st.integers(0, 200),
 )
 def test_any_shape_and_chunk_size(
-    rows: int, hidden: int, vocab: int, chunk_size: int | None, temperature: float, seed: int
+    rows: int, hidden: int, vocab: int, chunk_size: int | None, temperature: float, seed: int, padding: int
 ) -> None:
     states, weight, targets = make(rows, hidden, vocab, seed=seed)
     expected = reference(states @ weight.T, targets, temperature)
-    actual = linear_logprobs(states, weight, targets, chunk_size=chunk_size, temperature=temperature)
+    wide, vocab_size = padded(weight, padding), vocab if padding else None
+    actual = linear_logprobs(states, wide, targets, None, chunk_size, temperature, vocab_size)
     assert_all_close(actual, expected, 1e-11)
     assert_all_close(gradients(actual, (states, weight)), gradients(expected, (states, weight)), 1e-11)
+
+
+@pytest.mark.parametrize("of", ["logprobs", "entropy", "both"])
+@pytest.mark.parametrize("vocab", [1, 43, 44, 200, 300, 301])
+@pytest.mark.parametrize("chunk_size", [None, 1, 3])  # tiles of 301, 43 and 128 columns
+def test_rows_of_padding_take_no_part(of: str, vocab: int, chunk_size: int | None) -> None:
+    hidden, weight, targets = make(7, 5, vocab)
+    wide = padded(weight, 301 - vocab).detach().requires_grad_()
+    masked = (hidden @ wide.T).masked_fill(torch.arange(301) >= vocab, -1e30)
+    expected = reference(masked, targets, 0.6)
+    actual = linear_logprobs(hidden, wide, targets, chunk_size=chunk_size, temperature=0.6, vocab_size=vocab)
+    assert_all_close(actual, expected, 1e-12)
+    grad_hidden, grad_weight = gradients(actual, (hidden, wide), of)
+    assert_all_close((grad_hidden, grad_weight), gradients(expected, (hidden, wide), of), 1e-12)
+    assert (grad_weight[vocab:] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_padding_take_no_part_in_lower_precision(dtype: torch.dtype) -> None:
+    hidden, weight, targets = make(24, 32, 1000, dtype)
+    wide = padded(weight, 77).detach().requires_grad_()
+    actual = linear_logprobs(hidden, wide, targets, chunk_size=2, vocab_size=1000)
+    expected = linear_logprobs(hidden, weight, targets, chunk_size=2)
+    assert_all_close(actual, expected, 1e-5)
+    grad_hidden, grad_weight = gradients(actual, (hidden, wide))
+    assert (grad_weight[1000:] == 0).all()
+    tolerance = 1e-5 if dtype is torch.float32 else 2**-7
+    assert_all_close((grad_hidden, grad_weight[:1000]), gradients(expected, (hidden, weight)), tolerance)
 
 
 @WAYS
@@ -274,6 +311,10 @@ def test_a_wide_hidden_state_does_not_widen_the_tile() -> None:
         ({"targets": torch.tensor([1, 10, 12])}, r"\[0, 10\) or -100 for padding: got 10 at \[1\], 2 such in all"),
         ({"targets": torch.tensor([1, 2, -1])}, r"got -1 at \[2\], 1 such in all"),
         ({"targets": torch.zeros(3)}, "int64 or int32 token ids, got torch.float32"),
+        ({"vocab_size": 0}, r"vocab_size must be in \[1, 10\], the rows of the weight on all ranks, got 0"),
+        ({"vocab_size": -1}, r"vocab_size must be in \[1, 10\], .* got -1"),
+        ({"vocab_size": 11}, r"vocab_size must be in \[1, 10\], .* got 11"),
+        ({"vocab_size": 9}, r"\[0, 9\) or -100 for padding: got 9 at \[1\], 1 such in all"),
         ({"chunk_size": 0}, "chunk_size must be at least 1, got 0"),
         ({"temperature": 0.0}, "temperature must be a positive number, got 0.0"),
         ({"temperature": float("nan")}, "temperature must be a positive number, got nan"),
