@@ -15,19 +15,20 @@ from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.generation.protocol import GenerationOutput, SamplingParams
+from nemo_sspo.generation.replica import Choice, Policy, Replica, generating
 
 _COMPACT_BELOW = 0.5  # share of unfinished rows under which the batch is compacted
 
 
 class NativeEngine:
-    """Samples from a Megatron-Core ``GPTModel`` that holds the policy's live weights (so `refit` has nothing to do).
+    """Samples from a policy with its live weights (so `refit` has nothing to do), under any layout.
 
     `max_sequence_length` bounds prompt and response together; `batch_size` is how many rows run together.
     """
 
-    def __init__(self, model: torch.nn.Module, max_sequence_length: int, batch_size: int) -> None:
+    def __init__(self, policy: Policy, max_sequence_length: int, batch_size: int) -> None:
         megatron_cpu.install()
-        self.model = model
+        self._policy, self._replica = policy, Replica(policy)
         self.max_sequence_length = max_sequence_length
         self.batch_size = batch_size
 
@@ -37,77 +38,99 @@ class NativeEngine:
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]
     ) -> list[GenerationOutput]:
-        """See `GenerationEngine.generate`. Prompts of like length run together; the order of the answers is kept."""
-        if len(prompts) != len(seeds):
-            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: one seed a prompt")
+        """See `GenerationEngine.generate`. Prompts of like length run together; the order of the answers is kept.
+
+        A collective: every rank calls it, those of one replica with the same prompts, another replica with its own,
+        which may be fewer or none.
+        """
+        self._check(prompts, sampling, seeds)
         order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
         outputs: dict[int, GenerationOutput] = {}
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            # no_grad, not inference_mode: Megatron caches tensors (causal mask, RoPE) that a training pass then saves.
-            with torch.no_grad():
-                for start in range(0, len(order), self.batch_size):
-                    rows = order[start : start + self.batch_size]
-                    batch = self._generate_batch([prompts[i] for i in rows], sampling, [seeds[i] for i in rows])
-                    outputs.update(zip(rows, batch, strict=True))
-        finally:
-            self.model.train(was_training)
+        with generating(self._policy.chunks):
+            for start in range(0, len(order), self.batch_size):
+                rows = order[start : start + self.batch_size]
+                batch = _Batch([prompts[i] for i in rows], sampling, [seeds[i] for i in rows], self._policy.device)
+                outputs.update(zip(rows, _complete(batch, self._replica), strict=True))
+            self._replica.accompany()
         return [outputs[i] for i in range(len(prompts))]
 
-    def _generate_batch(
-        self, prompts: list[Sequence[int]], sampling: SamplingParams, seeds: list[int]
-    ) -> list[GenerationOutput]:
-        device = next(self.model.parameters()).device
-        lengths = [len(p) for p in prompts]
-        longest = max(lengths) + sampling.max_tokens
-        if min(lengths) < 1 or longest > self.max_sequence_length:
+    def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
+        """Refuse what cannot be generated before the first pass, in which other ranks take part."""
+        if len(prompts) != len(seeds):
+            raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: one seed a prompt")
+        lengths = [len(prompt) for prompt in prompts]
+        if lengths and (min(lengths) < 1 or max(lengths) + sampling.max_tokens > self.max_sequence_length):
             raise ValueError(
                 f"prompts of {min(lengths)} to {max(lengths)} tokens and max_tokens={sampling.max_tokens}: a prompt "
                 f"needs at least one token, and prompt and response at most {self.max_sequence_length} together"
             )
-        prompt_lengths = torch.tensor(lengths, device=device)
-        tokens = torch.full((len(prompts), longest), sampling.stop_id, device=device)
+
+
+class _Batch:
+    """Rows that run together: their tokens so far, and which of them are still worked on."""
+
+    def __init__(
+        self, prompts: list[Sequence[int]], sampling: SamplingParams, seeds: list[int], device: torch.device
+    ) -> None:
+        lengths = [len(prompt) for prompt in prompts]
+        self.longest = max(lengths) + sampling.max_tokens
+        self.live = torch.arange(len(prompts), device=device)  # rows in the key-value cache, in its order
+        self._sampling = sampling
+        self._prompt_lengths = torch.tensor(lengths, device=device)
+        self._limits = self._prompt_lengths + sampling.max_tokens
+        self._tokens = torch.full((len(prompts), self.longest), sampling.stop_id, device=device)
         for row, prompt in enumerate(prompts):
-            tokens[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
-        logprobs = torch.zeros(tokens.shape, device=device)
-        ends = (prompt_lengths + sampling.max_tokens).clone()  # one past the last token of each row
-        noise = _noise(seeds, sampling.max_tokens).to(device) if sampling.temperature > 0 else None
+            self._tokens[row, : len(prompt)] = torch.tensor(list(prompt), device=device)
+        self._logprobs = torch.zeros(self._tokens.shape, device=device)
+        self._ends = self._limits.clone()  # one past the last token of each row
+        self._noise = _noise(seeds, sampling.max_tokens).to(device) if sampling.temperature > 0 else None
+        self._done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self._read, self._position = 0, min(lengths)  # tokens in the cache; column to fill next
 
-        context = StaticInferenceContext(len(prompts), longest)
-        live = torch.arange(len(prompts), device=device)  # rows in the key-value cache, in its order
-        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
-        read, position = 0, min(lengths)  # tokens in the cache; column to fill next
-        while position < longest:
-            logits = self._forward(context, tokens[live, read:position])
-            read = position
-            chosen, logprob = _choose(logits, sampling, noise, live, position - prompt_lengths[live])
-            in_prompt = position < prompt_lengths[live]
-            open_rows = ~in_prompt & ~done[live]
-            tokens[live, position] = torch.where(open_rows, chosen, tokens[live, position])
-            logprobs[live, position] = torch.where(open_rows, logprob, logprobs[live, position])
-            position += 1
-            stopped = open_rows & (chosen == sampling.stop_id)
-            ends[live[stopped]] = position
-            done[live] |= stopped | (position >= prompt_lengths[live] + sampling.max_tokens)
-            keep = ~done[live]
-            if not keep.any():
-                break
-            if keep.float().mean() < _COMPACT_BELOW:
-                live = live[keep]
-                _keep_rows(context, keep)
-        bounds = enumerate(zip(lengths, ends.tolist(), strict=True))
-        return [_output(tokens[i], logprobs[i], start, end, sampling.stop_id) for i, (start, end) in bounds]
+    def unread(self) -> Tensor:
+        """The tokens ``[live rows, n]`` that the cache does not hold yet; from now on it does."""
+        tokens = self._tokens[self.live, self._read : self._position]
+        self._read = self._position
+        return tokens
 
-    def _forward(self, context: StaticInferenceContext, tokens: Tensor) -> Tensor:
-        """Logits ``[rows, V]`` float32 after `tokens` ``[rows, n]``, which are appended to the cache."""
-        start, count = context.sequence_len_offset, tokens.shape[1]
-        if start:
-            context.enable_decode_mode()
-        positions = torch.arange(start, start + count, device=tokens.device).expand(len(tokens), -1)
-        logits = self.model(tokens, positions, None, inference_context=context, runtime_gather_output=True)
-        context.sequence_len_offset += count
-        return logits[:, -1].float()
+    def choose(self, logits: Tensor) -> Choice:
+        """The live rows' next tokens."""
+        column = self._position - self._prompt_lengths[self.live]
+        return _choose(logits, self._sampling, self._noise, self.live, column)
+
+    def fill(self, chosen: Tensor, logprob: Tensor) -> Tensor | None:
+        """Fill the next column where the prompt has ended. A mask of the live rows if some leave the cache now."""
+        live, position = self.live, self._position
+        open_rows = (position >= self._prompt_lengths[live]) & ~self._done[live]
+        self._tokens[live, position] = torch.where(open_rows, chosen, self._tokens[live, position])
+        self._logprobs[live, position] = torch.where(open_rows, logprob, self._logprobs[live, position])
+        self._position = position = position + 1
+        stopped = open_rows & (chosen == self._sampling.stop_id)
+        self._ends[live[stopped]] = position
+        self._done[live] |= stopped | (position >= self._limits[live])
+        keep = ~self._done[live]
+        if keep.float().mean() >= _COMPACT_BELOW:
+            return None
+        self.live = live[keep]
+        return keep
+
+    def outputs(self) -> list[GenerationOutput]:
+        """The responses, by row."""
+        bounds = enumerate(zip(self._prompt_lengths.tolist(), self._ends.tolist(), strict=True))
+        return [
+            _output(self._tokens[i], self._logprobs[i], start, end, self._sampling.stop_id)
+            for i, (start, end) in bounds
+        ]
+
+
+def _complete(batch: _Batch, replica: Replica) -> list[GenerationOutput]:
+    """Generate until every row has ended."""
+    context = StaticInferenceContext(len(batch.live), batch.longest)
+    while len(batch.live):
+        keep = batch.fill(*replica.next_tokens(context, batch.unread(), batch.choose))
+        if keep is not None:
+            _keep_rows(context, keep)
+    return batch.outputs()
 
 
 def _noise(seeds: Sequence[int], tokens: int) -> Tensor:

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from nemo_sspo.generation import SamplingParams
 from nemo_sspo.generation.native import NativeEngine
+from nemo_sspo.generation.replica import companions, generating
+from nemo_sspo.model import build_model
+from tests.tiny import VOCAB, tiny_config
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 11], [12, 13]]
 PAD, STOP = 0, 1
 
 
-def uncached_logprobs(model, tokens: list[int], temperature: float = 1.0, forbidden: tuple[int, ...] = ()):
+def uncached_logprobs(policy, tokens: list[int], temperature: float = 1.0, forbidden: tuple[int, ...] = ()):
     """Log-probabilities [S, V] after every position of one sequence."""
+    (model,) = policy.chunks
     model.eval()
     with torch.no_grad():
-        logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None).float()[0]
+        logits = model(torch.tensor([tokens]), torch.arange(len(tokens))[None], None).float()[0, :, : policy.vocab_size]
     logits[:, list(forbidden)] = -torch.inf
     return (logits / temperature).log_softmax(-1)
 
@@ -78,12 +84,63 @@ def test_responses_end_at_the_stop_token_or_at_the_limit(policy):
         assert len(output.token_ids) == 6 or output.finished
 
 
+def test_padding_of_the_vocabulary_is_never_chosen(groups):
+    policy = build_model(tiny_config("model.make_vocab_size_divisible_by=32").model, VOCAB, groups)
+    (model,) = policy.chunks
+    assert model.output_layer.weight.shape[0] == 32 > VOCAB
+    with torch.no_grad():  # one of the padding's logits or another is far above all others
+        model.output_layer.weight[VOCAB:] *= 100
+    engine = NativeEngine(policy, 16, batch_size=64)
+    for temperature in (0.0, 1.0):
+        for output in engine.generate([[5]] * 64, SamplingParams(4, temperature, STOP), seeds=range(64)):
+            assert max(output.token_ids) < VOCAB
+            assert min(output.logprobs) > -20
+
+
+def test_no_prompts_need_no_pass(policy):
+    assert NativeEngine(policy, 16, 1).generate([], SamplingParams(2, 0.0, STOP), []) == []
+
+
 def test_the_model_keeps_its_mode(policy):
     engine = NativeEngine(policy, 16, 1)
+    (model,) = policy.chunks
     for mode in (True, False):
-        policy.train(mode)
+        model.train(mode)
         engine.generate([[5]], SamplingParams(2, 0.0, STOP), [0])
-        assert policy.training is mode
+        assert model.training is mode
+
+
+def test_sequence_parallelism_is_off_within_and_as_before_after_an_error(policy):
+    (model,) = policy.chunks
+    experts = model.decoder.layers[0].mlp.experts.local_experts[0].linear_fc1
+    flagged = [(model.config, "sequence_parallel"), (model.output_layer, "sequence_parallel")]
+    flagged.append((model.embedding.word_embeddings, "reduce_scatter_embeddings"))
+    for holder, name in flagged:
+        setattr(holder, name, True)
+    model.train()
+    with pytest.raises(RuntimeError, match="out of luck"), generating(policy.chunks):
+        assert not any(getattr(holder, name) for holder, name in flagged)
+        assert not model.training and not torch.is_grad_enabled()
+        raise RuntimeError("out of luck")
+    assert all(getattr(holder, name) for holder, name in flagged)
+    assert experts.sequence_parallel is False  # Megatron-Core turns it off where experts are not split
+    assert model.training and torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("tp", "tp_ep", "expected"),
+    [(1, 1, None), (2, 1, None), (2, 2, None), (4, 2, None), (1, 2, "tp_ep"), (2, 4, "tp_ep"), (2, 3, "tp_dp_cp")],
+)
+def test_companions_are_ranks_of_other_replicas_with_the_same_experts(tp, tp_ep, expected):
+    groups = SimpleNamespace(tp=Sized(tp), tp_ep=Sized(tp_ep), tp_dp_cp=Sized(6))
+    assert companions(groups) is (getattr(groups, expected) if expected else None)
+
+
+class Sized:
+    """A process group of so many ranks."""
+
+    def __init__(self, size: int) -> None:
+        self.size = lambda: size
 
 
 def test_too_long_and_empty_prompts_are_refused(policy):
