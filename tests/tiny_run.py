@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.tiny import TINY
@@ -47,8 +48,13 @@ def environment() -> dict[str, str]:
     return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
-def start(run_dir: Path, *overrides: str, processes: int = 1) -> subprocess.Popen:
-    """A small training run in the background."""
+def start(
+    run_dir: Path, *overrides: str, processes: int = 1, before: Callable[[], object] | None = None
+) -> subprocess.Popen:
+    """A small training run in the background, with its processes in a group of their own.
+
+    `before` runs in the new process before the program does.
+    """
     arguments = [
         "train",
         "--config-name",
@@ -63,6 +69,8 @@ def start(run_dir: Path, *overrides: str, processes: int = 1) -> subprocess.Pope
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
+        preexec_fn=before,
     )
 
 

@@ -121,7 +121,7 @@ def find_whole(folder: Path) -> Checkpoint | None:
         damaged(checkpoint.path, harm[0])
     if complaints:
         raise UserError(
-            f"{folder}: no checkpoint there is whole ({complaints[0]}); restore one, or delete that folder to start anew"
+            f"{folder}: no checkpoint there is whole ({complaints[0]}); restore one, or delete the folder to start anew"
         )
     return None
 

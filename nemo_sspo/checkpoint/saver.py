@@ -97,7 +97,7 @@ class CheckpointSaver:
         pending.writer.join()
         described = pending.described.get()
         failures = all_gather_list([str(described)] if isinstance(described, Exception) else [], world())
-        if failures:
+        if failures or isinstance(described, Exception):
             self._failed(pending.checkpoint, failures[0])
             return
         try:

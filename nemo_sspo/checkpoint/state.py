@@ -62,19 +62,41 @@ def load_training_state(checkpoint: Checkpoint, policy: Policy, optimizer: Any, 
     loaded = _load(checkpoint, {"weights": policy.sharded_weights(), "optimizer": sharded}, ignore=None)
     for i, chunk in enumerate(policy.chunks):
         chunk.load_state_dict(loaded["weights"][f"model{i}"])
-    optimizer.load_state_dict(_with_steps(merge(rest, loaded["optimizer"]), checkpoint.optimizer_steps))
+    optimizer.load_state_dict(_unwrapped(merge(rest, loaded["optimizer"]), checkpoint.optimizer_steps))
+    _set_steps(optimizer, checkpoint.optimizer_steps)
 
 
 def _split(policy: Policy, optimizer: Any, is_loading: bool) -> tuple[Any, Any]:
     """An optimizer's sharded state dict: its tensors, and everything else."""
-    state = optimizer.sharded_state_dict(policy.sharded_weights(), is_loading=is_loading, metadata=dict(_METADATA))
+    if is_loading:
+        _make_room(optimizer)
+    state: Any = optimizer.sharded_state_dict(policy.sharded_weights(), is_loading=is_loading, metadata=dict(_METADATA))
     if "optimizer" in state or "state" in state:  # a single one; several come numbered
         state = {0: state}
-    return extract_sharded_tensors_and_factories(state)
+    sharded, rest = extract_sharded_tensors_and_factories(state)
+    for value in nested_values(sharded):
+        value.key = value.key.replace("optimizer.state.param.", _MAIN_PARAM)  # the distributed optimizer's name for it
+    return sharded, rest
 
 
-def _with_steps(state: Any, steps: int) -> Any:
-    """Optimizer state dicts for ``load_state_dict``, with the number of steps that their moments are of."""
+def _make_room(optimizer: Any) -> None:
+    """Moments to be read into, for an optimizer that has made no step."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        part.init_state_fn(part.optimizer, part.config)
+    _set_steps(optimizer, 0)
+
+
+def _set_steps(optimizer: Any, steps: int) -> None:
+    """The number of steps that the moments are of. PyTorch's Adam counts with a tensor of each parameter's own, which
+    Megatron-Core's loading may leave shared among all, so that one step counts as many."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if isinstance(part.optimizer, torch.optim.Adam | torch.optim.AdamW):
+            for state in part.optimizer.state.values():
+                state["step"] = torch.tensor(float(steps))
+
+
+def _unwrapped(state: Any, steps: int) -> Any:
+    """Optimizer state dicts for ``load_state_dict``."""
     for part in state.values():
         inner = part.get("optimizer", part)
         if "param_state" not in part:

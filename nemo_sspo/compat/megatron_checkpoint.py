@@ -1,10 +1,10 @@
 """Megatron-Core's checkpoint writer, in this process.
 
 What: `FileSystemWriterAsync` writes its files in the thread that asks for it, and passes the results through a queue in
-memory. Asynchronous saving is then a thread (`nemo_sspo.checkpoint.saver`); reading and the format are untouched.
+memory. Asynchronous saving is then a thread (`nemo_sspo.checkpoint.saver`); format and reading are untouched.
 Version: megatron-core 0.16.1.
-Why: it forks a process for every file, of a process that has threads (gloo's, CUDA's), and spawns another for the queue:
-a script without a guarded main hangs, and eight ranks start sixteen interpreters for a checkpoint of a few megabytes.
+Why: it forks a process for every file, of a process that has threads (gloo's, CUDA's), and spawns another for the
+queue: a script without a guarded main hangs, and eight ranks start sixteen interpreters for a few megabytes.
 When it can go: when Megatron-Core can write from a thread. `tests/unit/compat` tells.
 """
 

@@ -11,8 +11,10 @@ Why, one by one:
 * ``torch.cuda`` streams, events and RNG states are used without asking whether there is a device.
 * optimizers and gradient clipping compare ``tensor.type()`` with ``'torch.cuda.FloatTensor'`` and its kin: in their
   code those constants become the CPU's.
+* the distributed optimizer gathers its state for a checkpoint with ``tensor.cuda()``, and expects the optimizers of
+  Apex or Transformer Engine when it loads one: PyTorch's Adam has a step count in the state of each parameter.
 * the token dispatcher gives the splits of an all-to-all as tensors; gloo wants numbers.
-* with expert-tensor parallelism it gathers and scatters parts of different sizes; NCCL takes them, gloo does not.
+* with expert-tensor parallelism it gathers parts of different sizes; NCCL takes them, gloo does not.
 * without Transformer Engine, `moe_utils.py` never defines ``te_general_gemm`` but reads it in the router's forward.
 * at import it warns of each fused kernel that is absent, some twenty lines; those warnings are silenced.
 * ``jit_fuser`` is ``torch.compile``; on a CPU it needs a C++ compiler and a minute for what it saves.
@@ -24,6 +26,7 @@ is no longer needed.
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import sys
 import warnings
@@ -39,6 +42,7 @@ warnings.filterwarnings("ignore", message=".*_tensor. is deprecated", category=F
 warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
 warnings.filterwarnings("ignore", message=".*Disabling sequence parallel", category=UserWarning)  # of experts
 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf", category=UserWarning)
+warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
 warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
 
 _CPU = torch.device("cpu")
@@ -113,7 +117,6 @@ def _torch_proxy() -> _Proxy:
         torch.distributed,
         all_to_all_single=_all_to_all_single,
         all_gather=_all_gather,
-        reduce_scatter=_reduce_scatter,
     )
     return _Proxy(torch, cuda=_cuda_proxy(), distributed=distributed, **factories)
 
@@ -127,24 +130,19 @@ def _all_to_all_single(
 ) -> Any:
     """``torch.distributed.all_to_all_single`` that also takes its splits as tensors."""
     splits = [None if s is None else [int(n) for n in s] for s in (output_split_sizes, input_split_sizes)]
-    return torch.distributed.all_to_all_single(output, input, *splits, **options)
+    return torch.distributed.all_to_all_single(output, input, splits[0], splits[1], **options)
 
 
-def _all_gather(outputs: list[torch.Tensor], input: torch.Tensor, group: Any = None) -> None:
+def _all_gather(outputs: list[torch.Tensor], input: torch.Tensor, group: Any = None, **options: Any) -> Any:
     """``torch.distributed.all_gather`` that also takes parts whose first sizes differ."""
+    if all(output.shape == outputs[0].shape for output in outputs):
+        return torch.distributed.all_gather(outputs, input, group=group, **options)
     longest = max(len(output) for output in outputs)
     padded = [output.new_empty(longest, *output.shape[1:]) for output in outputs]
     own = torch.cat([input, input.new_zeros(longest - len(input), *input.shape[1:])])
     torch.distributed.all_gather(padded, own, group=group)
     for output, whole in zip(outputs, padded, strict=True):
         output.copy_(whole[: len(output)])
-
-
-def _reduce_scatter(output: torch.Tensor, inputs: list[torch.Tensor], group: Any = None) -> None:
-    """``torch.distributed.reduce_scatter`` that also takes parts whose first sizes differ."""
-    everything = torch.cat(inputs)
-    torch.distributed.all_reduce(everything, group=group)
-    output.copy_(everything.split([len(part) for part in inputs])[torch.distributed.get_rank(group)])
 
 
 def _cpu_type_names(constant: Any) -> Any:
@@ -156,6 +154,23 @@ def _cpu_type_names(constant: Any) -> Any:
     if isinstance(constant, CodeType):
         return constant.replace(co_consts=_cpu_type_names(constant.co_consts))
     return constant
+
+
+def _keep_step(set_states: Any) -> Any:
+    """The distributed optimizer's setter of a parameter's loaded state, where PyTorch's own step count is part of it."""
+
+    @functools.wraps(set_states)
+    def with_step(self: Any, model_param: Any, tensors: dict) -> None:
+        present = self._get_main_param_and_optimizer_states(model_param)
+        set_states(self, model_param, {k: v for k, v in present.items() if k == "step"} | tensors)
+
+    return with_step
+
+
+def _gather_on_cpu(function: Any) -> None:
+    """Let `function` call ``tensor.cpu()`` and ``torch.cpu.current_device()`` where it names ``cuda``."""
+    names = tuple("cpu" if name == "cuda" else name for name in function.__code__.co_names)
+    function.__code__ = function.__code__.replace(co_names=names)
 
 
 def _expect_cpu_tensors(module: ModuleType) -> None:
@@ -205,6 +220,11 @@ def install() -> bool:
         moe_utils.te_general_gemm = None  # type: ignore[attr-defined]
     for module in (clip_grads, distrib_optimizer, optimizer):
         _expect_cpu_tensors(module)
+    distributed: Any = distrib_optimizer.DistributedOptimizer
+    _gather_on_cpu(distributed.get_parameter_state_dp_zero)
+    if not hasattr(distributed._set_main_param_and_optimizer_states, "__wrapped__"):
+        setter = distributed._set_main_param_and_optimizer_states
+        distributed._set_main_param_and_optimizer_states = _keep_step(setter)
     megatron_random._set_cuda_rng_state = lambda state, device=-1, graph_safe=False: torch.set_rng_state(state)
     megatron_random._get_cuda_rng_state = lambda device="cuda", clone=False, graph_safe=False: torch.get_rng_state()
     return True

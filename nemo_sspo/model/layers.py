@@ -37,15 +37,15 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int) 
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)  # type: ignore[arg-type]
 
 
 def mark_experts(chunks: Sequence[GPTModel], groups: ProcessGroupCollection) -> None:
     """Say which parameters are reduced over the experts' data-parallel ranks instead of everyone's.
 
     Megatron-Core 0.16.1 marks experts so only with expert parallelism (`ColumnParallelLinear`: ``allreduce``). Without
-    it, but with tensor parallelism that stops at the experts, each tensor-parallel rank holds all experts and sees a part
-    of the tokens, and their gradients would never be added up.
+    it, but with tensor parallelism that stops at the experts, each tensor-parallel rank holds all experts and sees a
+    part of the tokens, and their gradients would never be added up.
     """
     own_ranks = groups.ep.size() > 1 or groups.expt_tp.size() != groups.tp.size()
     for chunk in chunks:

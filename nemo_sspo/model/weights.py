@@ -55,6 +55,7 @@ def draw_weights(chunks: Sequence[GPTModel], groups: ProcessGroupCollection, see
                 continue
             back = any(name in shard.key for name in ("linear_proj", "linear_fc2"))
             initialise = config.output_layer_init_method if back else config.init_method
+            assert initialise is not None
             whole = torch.empty(shard.global_shape)
             initialise(whole, generator=torch.Generator().manual_seed(sample_seed(seed, "weights", shard.key)))
             weight.copy_(whole[shard.global_slice()])

@@ -269,7 +269,7 @@ class Actor:
         results: list = schedule(  # type: ignore[assignment]  (declared to return nothing)
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],
-            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],  # type: ignore[arg-type]
             num_microbatches=len(pieces),
             seq_length=columns + -columns % multiple,
             micro_batch_size=micro_batch_size,

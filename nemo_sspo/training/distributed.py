@@ -21,8 +21,8 @@ from nemo_sspo.training.watch import watch_peers
 def process_groups(model: ModelConfig, timeout_minutes: int = 30) -> Iterator[ProcessGroupCollection]:
     """The process group of the run, and Megatron-Core's groups in it for the layout in `model`.
 
-    Over gloo on CPU and NCCL on GPU; a rank that dies or fails ends all. Without a launcher a single process is a world of one, with no port and no
-    rendezvous.
+    Over gloo on CPU and NCCL on GPU; a rank that dies or fails ends all others. Without a launcher a single process is
+    a world of one, with no port and no rendezvous.
     """
     megatron_cpu.install()
     backend = "nccl" if torch.cuda.is_available() else "gloo"

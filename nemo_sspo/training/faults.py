@@ -39,6 +39,6 @@ class SkippedSteps:
         note(f"{what}; the weights are unchanged, the batch is in {path}")
         if in_row >= self.limit:
             raise RunError(
-                f"{what}, the {in_row}th such step in a row (trainer.grpo.max_skipped_steps={self.limit}); look at {path}, "
-                "then lower model.optim.lr, or set trainer.precision=32, and run the same command again"
+                f"{what}: {in_row} such steps in a row, which is trainer.grpo.max_skipped_steps; look at {path}, then "
+                "lower model.optim.lr, or set trainer.precision=32, and run the same command again"
             )

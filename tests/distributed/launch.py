@@ -16,7 +16,7 @@ import torch.multiprocessing as mp
 
 # Processes are forked from a server that has imported PyTorch, once for all tests, and has used no thread of it.
 _CONTEXT = mp.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch.distributed"])
+_CONTEXT.set_forkserver_preload(["torch.distributed", "nemo_sspo.checkpoint", "nemo_sspo.training.distributed"])
 
 
 def run_ranks(worker: Callable[..., Any], size: int, folder: Path, *arguments: Any, limit: float = 60.0) -> list[Any]:

@@ -51,6 +51,7 @@ LAYOUTS = {
     "pp2": _layout(2, pp=2),
     "pp2_vpp2": _layout(2, pp=2, vpp=2),
     "ep2": _layout(2, ep=2),
+    "ep2_distopt": _layout(2, ep=2, distributed_optimizer=True),
     "ep4": _layout(4, ep=4),
     "tp2_sp_etp2": _layout(2, tp=2, etp=2),
     "ep2_etp2": _layout(4, tp=2, ep=2, etp=2),
@@ -116,24 +117,29 @@ def gradients(actor: Any) -> Any:
 def gather(policy: Any, value_of: Any) -> dict[str, Tensor]:
     """A value of every parameter, by global name and whole, from the parts that the ranks hold."""
     from megatron.core.dist_checkpointing.dict_utils import dict_list_map_inplace
-    from megatron.core.dist_checkpointing.mapping import is_main_replica
-
-    from nemo_sspo.model.weights import shards
 
     def of(sharded: Any) -> Any:
         if isinstance(getattr(sharded, "data", None), torch.nn.Parameter):
             sharded.data = value_of(sharded.data)
         return sharded
 
-    sharded = dict_list_map_inplace(of, policy.sharded_weights())
+    return assemble(dict_list_map_inplace(of, policy.sharded_weights()))
+
+
+def assemble(sharded_state_dict: Any) -> dict[str, Tensor]:
+    """The tensors of a sharded state dict, whole, on every rank."""
+    from megatron.core.dist_checkpointing.mapping import is_main_replica
+
+    from nemo_sspo.model.weights import shards
+
     mine = [
         (s.key, s.global_shape, s.global_slice(), s.data.detach().clone())
-        for s in shards(sharded)
-        if is_main_replica(s.replica_id)
+        for s in shards(sharded_state_dict)
+        if is_main_replica(s.replica_id) and s.data is not None
     ]
     everyone: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, mine)
     whole: dict[str, Tensor] = {}
     for key, shape, where, part in (item for items in everyone for item in items):
-        whole.setdefault(key, torch.full(shape, torch.nan))[where] = part
+        whole.setdefault(key, torch.full(shape, torch.nan, dtype=part.dtype))[where] = part
     return whole

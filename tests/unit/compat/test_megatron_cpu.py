@@ -168,7 +168,9 @@ def test_the_patched_version_is_the_installed_one():
         ("megatron.core.transformer.moe.moe_utils", r"if torch\.is_tensor\(tensor\) and tensor\.is_cuda:"),
         ("megatron.core.tensor_parallel.mappings", r"all_to_all_single\(\s+output,\s+input,\s+output_split_sizes="),
         ("megatron.core.tensor_parallel.mappings", r"torch\.distributed\.all_gather\(output_tensor_list, input_,"),
-        ("megatron.core.tensor_parallel.mappings", r"torch\.distributed\.reduce_scatter\(output, input_tensor_list"),
+        ("megatron.core.optimizer.distrib_optimizer", r"send_tensor = send_tensor\.cuda\(\)"),
+        ("megatron.core.optimizer.distrib_optimizer", r"dst_tensors\[key\]\.copy_\(tensors\[key\]\)"),
+        ("megatron.core.dist_checkpointing.strategies.filesystem_async", r'get_context\("fork"\)'),
         # nemo_sspo.model.layers
         ("megatron.core.tensor_parallel.layers", r'"allreduce", not \(self\.is_expert and self\.expert_parallel\)'),
         ("megatron.core.transformer.torch_norm", r"sequence parallel not supported by torch LayerNorm"),
