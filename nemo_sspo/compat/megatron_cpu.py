@@ -143,6 +143,7 @@ def _all_gather(outputs: list[torch.Tensor], input: torch.Tensor, group: Any = N
     torch.distributed.all_gather(padded, own, group=group)
     for output, whole in zip(outputs, padded, strict=True):
         output.copy_(whole[: len(output)])
+    return None
 
 
 def _cpu_type_names(constant: Any) -> Any:
@@ -157,7 +158,7 @@ def _cpu_type_names(constant: Any) -> Any:
 
 
 def _keep_step(set_states: Any) -> Any:
-    """The distributed optimizer's setter of a parameter's loaded state, where PyTorch's own step count is part of it."""
+    """The distributed optimizer's setter of a parameter's loaded state, where PyTorch's step count is part of that."""
 
     @functools.wraps(set_states)
     def with_step(self: Any, model_param: Any, tensors: dict) -> None:

@@ -85,7 +85,7 @@ class Actor:
     def set_optimizer(self, options: OptimizerConfig, clip_grad: float, total_steps: int) -> None:
         """A fresh optimizer and learning-rate schedule for a stage of `total_steps` optimizer steps."""
         config = MegatronOptimizerConfig(
-            optimizer=options.name,
+            optimizer="adam",  # the name says how its state is held
             lr=options.lr,
             min_lr=options.sched.min_lr,
             weight_decay=options.weight_decay,

@@ -27,6 +27,7 @@ LAYOUT = (
     "model.sequence_parallel=true",
     "model.expert_model_parallel_size=2",
     "model.optim.name=mcore_distributed_optim",
+    "model.sft.optim.name=mcore_distributed_optim",
     "trainer.sft.save_interval=1",
     "trainer.sft.max_steps=6",
     "exp_manager.create_tensorboard_logger=false",

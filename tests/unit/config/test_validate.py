@@ -229,6 +229,11 @@ def test_not_finite_in_a_list(bend):
         ),
         ({"model__sft__optim__betas": [0.9, 1.0]}, "model.sft.optim.betas: got [0.9, 1.0]", ""),
         (
+            {"model__optim__name": "mcore_distributed_optim"},
+            "model.sft.optim.name: got adam, allowed: mcore_distributed_optim, as model.optim.name",
+            "",
+        ),
+        (
             {"model__optim__sched__min_lr": 1.0},
             "model.optim.sched.min_lr: got 1.0, allowed: at most model.optim.lr=3e-05",
             "",
