@@ -141,6 +141,17 @@ def remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
+def clean_up(folder: Path) -> None:
+    """What a kill in the middle of writing, replacing or deleting has left behind."""
+    for path in folder.glob(".*.replaced"):
+        target = path.with_name(path.name.removeprefix(".").removesuffix(".replaced"))
+        if not target.exists():
+            os.rename(path, target)  # killed between the two renames of `publish`
+    for pattern in (".*.partial", ".*.replaced", ".*.deleted"):
+        for path in folder.glob(pattern):
+            shutil.rmtree(path)
+
+
 # -- manifest ---------------------------------------------------------------------------------------------------------
 
 

@@ -53,6 +53,7 @@ class CheckpointSaver:
         self.options = options
         self.say = say
         self._pending: _Pending | None = None
+        on_rank_zero(lambda: files.clean_up(folder))
 
     def save(self, checkpoint: Checkpoint, policy: Policy, optimizer: Any, rollout: dict[str, Any] | None) -> None:
         """Write `checkpoint`, whose path does not matter. With ``async_save`` it gets its name in a later call.

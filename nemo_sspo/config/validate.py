@@ -140,8 +140,8 @@ def _optimizers(config: RunConfig) -> Iterator[str]:
     name, cold_start = config.model.optim.name, config.model.sft.optim.name
     if config.trainer.sft.max_steps and cold_start != name:
         yield (
-            f"model.sft.optim.name: got {cold_start}, allowed: {name}, as model.optim.name; both stages share one set of "
-            "gradient buffers"
+            f"model.sft.optim.name: got {cold_start}, allowed: {name}, as model.optim.name; both stages share one set "
+            "of gradient buffers"
         )
     optimizers: dict[str, OptimizerConfig] = {
         "model.optim": config.model.optim,
