@@ -53,6 +53,7 @@ lint: setup ## ruff, pyright, import-linter, shellcheck
 bench: setup ## run the benchmarks of tests/benchmarks: ratios and medians, side by side
 	$(BIN)/python tests/benchmarks/logprobs.py
 	$(BIN)/python tests/benchmarks/objectives.py
+	$(BIN)/python -m tests.benchmarks.layouts
 
 clean: ## remove .venv and caches; runs in results/ stay
 	rm -rf .venv build dist .pytest_cache .ruff_cache .import_linter_cache .hypothesis
