@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import fields, replace
 from pathlib import Path
 
 import torch
 
 from nemo_sspo.checkpoint import Checkpoint, find_whole, list_checkpoints, load_weights, read_checkpoint
 from nemo_sspo.config import load_run_config
+from nemo_sspo.config.layout import layout_complaints
 from nemo_sspo.config.resolve import shape_fields
+from nemo_sspo.config.schema import ModelConfig, RunConfig
 from nemo_sspo.errors import UserError
-from nemo_sspo.parallel.ranks import rank
+from nemo_sspo.parallel.ranks import rank, world_size
 from nemo_sspo.seeds import sample_seed
 from nemo_sspo.training.distributed import process_groups
 from nemo_sspo.training.rollout import sampling_params
@@ -28,7 +31,7 @@ def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: i
     Raises:
         UserError: no such run, checkpoint or split.
     """
-    config = load_run_config(run_dir)
+    config = _fitting_layout(load_run_config(run_dir))
     choose_accelerator(config.trainer.accelerator)
     tokenizer, datasets = load_data(config)
     problems = getattr(datasets, split)
@@ -49,6 +52,14 @@ def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: i
     if rank() == 0:
         print(json.dumps({"run": str(run_dir), "checkpoint": found.path.name, "split": split} | result, indent=2))
     return 0
+
+
+def _fitting_layout(config: RunConfig) -> RunConfig:
+    """The run's layout where there are processes for it; otherwise data parallel: checkpoints fit either."""
+    if next(layout_complaints(config, world_size()), None) is None:
+        return config
+    defaults = {f.name: f.default for f in fields(ModelConfig) if f.name.endswith("_parallel_size")}
+    return replace(config, model=replace(config.model, sequence_parallel=False, **defaults))
 
 
 def _checkpoint(run_dir: Path, name: str | None) -> Checkpoint:
