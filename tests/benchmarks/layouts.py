@@ -236,13 +236,18 @@ def print_layouts(time: dict[str, list[dict]], memory: dict[str, dict[str, int]]
     def columns(value: float, baseline: float, unit: str) -> list[str]:
         return [f"{value:.1f} {unit}", f"{value / baseline:.2f}"]
 
+    def timed(name: str, key: str) -> list[str]:
+        return columns(median(name, key) * 1e3, median(BASELINE, key) * 1e3, "ms")
+
+    def sized(name: str, key: str) -> list[str]:
+        return columns(memory[name][key] / MEGABYTE, memory[BASELINE][key] / MEGABYTE, "MB")
+
     rows = []
     for name in time:
         seconds = [result["seconds"] * 1e3 for result in time[name]]
-        timed = [[1e3 * median(each, key) for each in (name, BASELINE)] for key in ("seconds", "cpu_seconds")]
-        sized = [[memory[each][key] / MEGABYTE for each in (name, BASELINE)] for key in ("peak", "state")]
-        cells = [f"{min(seconds):.0f}-{max(seconds):.0f}", *columns(*timed[1], "ms"), *columns(*sized[0], "MB")]
-        rows.append([name, str(LAYOUTS[name].processes), *columns(*timed[0], "ms"), *cells, *columns(*sized[1], "MB")])
+        cells = [*timed(name, "seconds"), f"{min(seconds):.0f}-{max(seconds):.0f}", *timed(name, "cpu_seconds")]
+        cells += [*sized(name, "peak"), *sized(name, "state")]
+        rows.append([name, str(LAYOUTS[name].processes), *cells])
     header = ["layout", "ranks", "step", "/ single", "range", "processor", "/ single", "peak", "/ single"]
     batch = "{} rows of {} tokens".format(*sizes.batch)
     title = f"One optimizer step, {batch}, micro-batches of {sizes.micro_batch}, {rounds} rounds of {sizes.steps[0]}"
@@ -297,7 +302,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo, so on the CPU even where there is a GPU
         flags = ["--layouts", *layouts, "--growth", *options.growth, f"--rounds={rounds}"]
         flags += ["--quick"] if options.quick else []
-        print_all(*(_in_phase(phase, flags) for phase in ("time", "memory")), sizes, rounds)
+        print_all(_in_phase("time", flags), _in_phase("memory", flags), sizes, rounds)
 
 
 def _in_phase(phase: str, flags: list[str]) -> dict[str, Any]:
