@@ -183,6 +183,8 @@ def _harm(path: Path, expected: dict[str, Any]) -> str | None:
         return None if describe(path) == expected else f"{path} has another checksum than when it was written"
     except OSError as error:
         return f"{path} can't be read ({error.strerror})"
+    except (KeyError, TypeError):
+        return f"{path} is not described in {MANIFEST}"
 
 
 # -- durability -------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import queue
 import shutil
 import threading
@@ -169,7 +170,11 @@ def _prepare(partial: Checkpoint, rollout: dict[str, Any] | None, reserve: int) 
     (partial.path / files.SHARDS).mkdir(parents=True)
     partial.write_state()
     if rollout is not None:
-        torch.save(rollout, partial.path / files.ROLLOUT)
+        content = (
+            io.BytesIO()
+        )  # torch.save into a file meets a full disk with a RuntimeError of its own, not an OSError
+        torch.save(rollout, content)
+        (partial.path / files.ROLLOUT).write_bytes(content.getbuffer())
     (partial.path / "reserved").write_bytes(b"\1" * reserve)
 
 
