@@ -147,7 +147,7 @@ class TestDispatch:
         calls = stub("nemo_sspo.training.run", 0, "run_training")
         monkeypatch.setenv("WORLD_SIZE", "3")
         assert cli.main(["train", "--config-name", "tiny_moe_cpu", "model.micro_batch_size=8"]) == 2
-        assert "data-parallel processes (3)" in capsys.readouterr().err
+        assert "the 3 data-parallel ranks (3 processes)" in capsys.readouterr().err
         assert calls == []
 
     def test_input_error_of_the_run_is_one_line(self, stub, capsys):

@@ -166,7 +166,7 @@ def test_not_finite(bend, name, value):
         {"exp_manager__checkpoint_callback_params__monitor": None},
         {"exp_manager__checkpoint_callback_params__mode": "min"},
         {"exp_manager__checkpoint_callback_params__on_error": "stop"},
-        {"model__optim__name": "mcore_distributed_optim"},
+        {"model__optim__name": "mcore_distributed_optim", "model__sft__optim__name": "mcore_distributed_optim"},
     ],
 )
 def test_in_range(bend, values):
