@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 
 from nemo_sspo.errors import UserError
+from nemo_sspo.parallel.ranks import on_rank_zero
 from nemo_sspo.parallel.reductions import (
     all_gather_list,
     all_gather_rows,
@@ -16,14 +17,10 @@ from nemo_sspo.parallel.reductions import (
     local_share,
     sum_over_ranks,
 )
-from nemo_sspo.training.distributed import on_rank_zero
 from tests.distributed.launch import run_ranks
 
 
 def worker(rank: int, size: int) -> dict[str, Any]:
-    import os
-
-    os.environ["RANK"] = str(rank)
     group = dist.group.WORLD
     value = torch.tensor([float(rank + 1)], requires_grad=True)
     (sum_over_ranks(value, group) * (rank + 1)).sum().backward()
@@ -32,7 +29,7 @@ def worker(rank: int, size: int) -> dict[str, Any]:
         raise UserError("rank 0 says no")
 
     try:
-        on_rank_zero(refuse, group)
+        on_rank_zero(refuse)
         refusal = None
     except UserError as error:
         refusal = str(error)
@@ -43,7 +40,7 @@ def worker(rank: int, size: int) -> dict[str, Any]:
         "any": (any_rank(rank == 1, group), any_rank(False, group)),
         "gradient": value.grad.item(),
         "refusal": refusal,
-        "result": on_rank_zero(lambda: "made", group),
+        "result": on_rank_zero(lambda: "made"),
     }
 
 
