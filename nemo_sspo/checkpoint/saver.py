@@ -17,6 +17,7 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.core import CheckpointingException
 from megatron.core.dist_checkpointing.strategies.async_utils import AsyncRequest
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_sspo.checkpoint import folder as files
 from nemo_sspo.checkpoint.folder import Checkpoint
@@ -104,8 +105,7 @@ class CheckpointSaver:
             return
         try:
             on_rank_zero(lambda: (pending.checkpoint.path / "reserved").unlink())
-            for finalize in pending.request.finalize_fns:
-                finalize()
+            _finalize(pending.request)
             everyone = all_gather_list(list(described.items()), world())
             on_rank_zero(lambda: self._complete(pending.checkpoint, dict(everyone)))
         except (UserError, CheckpointingException) as error:
@@ -176,6 +176,16 @@ def _prepare(partial: Checkpoint, rollout: dict[str, Any] | None, reserve: int) 
         torch.save(rollout, content)
         (partial.path / files.ROLLOUT).write_bytes(content.getbuffer())
     (partial.path / "reserved").write_bytes(b"\1" * reserve)
+
+
+def _finalize(request: AsyncRequest) -> None:
+    """Let Megatron-Core write its index. What stops one rank stops all: it is raised on each of them."""
+    for finalize in request.finalize_fns:
+        try:
+            finalize()
+        except CheckpointException as error:  # PyTorch's; not an Exception
+            causes = [cause for cause, _ in error.failures.values()]
+            raise CheckpointingException(str(causes[0] if causes else error)) from error
 
 
 def _own_files(path: Path) -> dict[str, Any]:

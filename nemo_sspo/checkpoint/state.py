@@ -8,6 +8,8 @@ from the config and from the number of its steps, so it is not stored.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,14 @@ from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.dict_utils import merge, nested_values
 from megatron.core.dist_checkpointing.mapping import LocalNonpersistentObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_factories
-from megatron.core.dist_checkpointing.validation import StrictHandling
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_sspo.checkpoint.folder import SHARDS, Checkpoint
 from nemo_sspo.errors import UserError
 from nemo_sspo.model import Policy
+from nemo_sspo.model.weights import shards
+from nemo_sspo.parallel.ranks import world
+from nemo_sspo.parallel.reductions import all_gather_list
 
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 _MAIN_PARAM = "optimizer.state.fp32_param."
@@ -137,23 +142,31 @@ def _check_shape(checkpoint: Checkpoint, shape: dict[str, Any]) -> None:
 
 
 def _load(checkpoint: Checkpoint, wanted: dict[str, Any], ignore: str | None) -> Any:
-    """Megatron-Core's load, with every name that has no counterpart an error."""
+    """Megatron-Core's load, which writes into the tensors in `wanted`; before that, every name that has no counterpart
+    is an error."""
     folder = checkpoint.path / SHARDS
+    stored = set(_read(folder, lambda: dist_checkpointing.load_tensors_metadata(str(folder))))
+    asked = set(all_gather_list([shard.key for shard in shards(wanted)], world()))
+    left_over = sorted(key for key in stored - asked if ignore is None or not key.startswith(ignore))
+    if left_over:
+        raise UserError(f"{folder}: {_some(left_over)} in the checkpoint, but not in this model or optimizer")
+    if asked - stored:
+        missing = sorted(asked - stored)
+        raise UserError(f"{folder}: {_some(missing)} in this model or optimizer, but not in the checkpoint")
+    return _read(folder, lambda: dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False))
+
+
+def _read(folder: Path, action: Callable[[], Any]) -> Any:
     try:
-        loaded, missing, unexpected = dist_checkpointing.load(
-            wanted, str(folder), validate_access_integrity=False, strict=StrictHandling.RETURN_ALL
-        )
-    except Exception as error:  # what a damaged or foreign file provokes is anyone's guess
-        why = f"{type(error).__name__}: {error}".splitlines()[0]
+        return action()
+    except (Exception, CheckpointException) as error:  # what a damaged or foreign file provokes is anyone's guess
+        cause = error
+        if isinstance(error, CheckpointException) and error.failures:  # rank -> its exception and traceback
+            cause = next(iter(error.failures.values()))[0]
+        why = f"{type(cause).__name__}: {cause}".splitlines()[0]
         raise UserError(
             f"{folder}: can't be read ({why}); delete that checkpoint folder to use the one before"
         ) from error
-    left_over = sorted(key for key in missing if ignore is None or not key.startswith(ignore))
-    if left_over:
-        raise UserError(f"{folder}: {_some(left_over)} in the checkpoint, but not in this model or optimizer")
-    if unexpected:
-        raise UserError(f"{folder}: {_some(sorted(unexpected))} in this model or optimizer, but not in the checkpoint")
-    return loaded
 
 
 def _some(names: list[str]) -> str:

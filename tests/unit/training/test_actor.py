@@ -257,3 +257,47 @@ def test_the_learning_rate_warms_up_then_falls_to_its_minimum(groups):
     batch = uneven_batch(2)
     rates = [actor.step(batch, lambda piece, logprobs, entropy: 0 * logprobs.sum()).learning_rate for _ in range(5)]
     assert rates == pytest.approx([0.5, 1.0, 0.55, 0.1, 0.1])
+
+
+@pytest.mark.parametrize("leave", ["as_usual", "by_an_exception"])
+@EVERY_KIND
+def test_the_reference_takes_the_policys_place_and_goes(groups, kind, leave):
+    actor, batch = make_actor(groups, kind=kind), uneven_batch(6)
+    assert not actor.has_reference
+    with pytest.raises(RuntimeError, match="keep_reference"), actor.reference():
+        pass
+    reference, _ = actor.logprobs(batch, 4)
+    actor.keep_reference()
+    assert actor.has_reference
+    for _ in range(2):
+        actor.step(batch, mean_nll(batch))
+    policy, _ = actor.logprobs(batch, 4)
+    assert (policy - reference).abs().max() > 1e-3
+    before = snapshot(actor)
+    for _ in range(2):  # the reference stays what it was
+        try:
+            with actor.reference():
+                assert torch.equal(actor.logprobs(batch, 4)[0], reference)
+                if leave == "by_an_exception":
+                    raise KeyError("something")
+        except KeyError:
+            assert leave == "by_an_exception"
+        assert torch.equal(actor.logprobs(batch, 4)[0], policy)
+        torch.testing.assert_close(snapshot(actor), before, rtol=0, atol=0)
+
+
+@EVERY_KIND
+def test_moving_the_optimizers_state_keeps_its_values(groups, kind):
+    actor, batch = make_actor(groups, kind=kind), uneven_batch(6)
+    with actor.optimizer_state_in_host_memory():  # before the first step there is none
+        pass
+    actor.step(batch, mean_nll(batch))
+    before = snapshot(actor)
+    assert sum(name.startswith("exp_avg") for o in before["optimizers"] for s in o["state"].values() for name in s) > 1
+    tensors = [id(v) for o in inner_optimizers(actor) for state in o.state.values() for v in state.values()]
+    with actor.optimizer_state_in_host_memory():
+        assert tensors == [id(v) for o in inner_optimizers(actor) for state in o.state.values() for v in state.values()]
+        torch.testing.assert_close(snapshot(actor), before, rtol=0, atol=0)
+    actor._move_optimizer_state(torch.device("cpu"))
+    torch.testing.assert_close(snapshot(actor), before, rtol=0, atol=0)
+    assert actor.step(batch, mean_nll(batch)).finite
