@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from io import BytesIO
 from pathlib import Path
 
 import torch
@@ -32,9 +33,13 @@ class SkippedSteps:
         """
         path = self.folder / f"{name}.pt"
         if dist.get_rank() == 0:
-            self.folder.mkdir(parents=True, exist_ok=True)
             outcome = {"policy_logprobs": result.policy_logprobs, "entropy": result.entropy}
-            torch.save(vars(batch) | outcome | {"loss": result.loss, "grad_norm": result.grad_norm}, path)
+            torch.save(vars(batch) | outcome | {"loss": result.loss, "grad_norm": result.grad_norm}, data := BytesIO())
+            try:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data.getvalue())
+            except OSError as error:
+                note(f"{path} can't be written ({error.strerror})")
         what = f"{name} is skipped: its loss is {result.loss} and its gradient norm {result.grad_norm}"
         note(f"{what}; the weights are unchanged, the batch is in {path}")
         if in_row >= self.limit:
