@@ -104,6 +104,12 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
     (AT_LEAST_1, "model.sft", "global_batch_size", ""),
     (AT_LEAST_1, "model.grpo", "forward_micro_batch_size", ""),
     (_one_of("native"), "model.grpo.generation", "backend", ""),
+    (
+        _one_of("none", "R2", "R3"),
+        "model.grpo.routing_replay",
+        "mode",
+        "R2 replays the experts of the old-log-prob pass in training, R3 those of the generation engine",
+    ),
     (AT_LEAST_1, "model.grpo.length_params", "max_length", ""),
     (
         ABOVE_0,

@@ -2,7 +2,7 @@
 
 The keys are NeMo-Aligner's where NeMo-Aligner has one (``trainer.grpo.*``, ``model.grpo.*``, ``model.optim.*``,
 ``exp_manager.*``) and Megatron-Core's for the model (``model.num_layers``, ...). What is new sits under
-``model.grpo.objective``, ``model.grpo.generation``, ``trainer.sft`` and ``model.data.synthetic``.
+``model.grpo.objective``, ``model.grpo.routing_replay``, ``model.grpo.generation``, ``trainer.sft`` and ``model.data.synthetic``.
 
 Only `nemo_sspo.config.load` turns a composed ``DictConfig`` into these classes; everything below the command line
 receives dataclasses, so a misspelt key cannot fall back to a default.
@@ -199,6 +199,13 @@ class GenerationConfig:
 
 
 @dataclass
+class RoutingReplayConfig:
+    """Which experts a rollout's tokens go to in training: nemo_sspo/routing."""
+
+    mode: str = "none"  # none | R2: those of the old-log-prob pass | R3: those of the generation engine
+
+
+@dataclass
 class GRPOModelConfig:
     """The part of NeMo-Aligner's ``model.grpo`` that this driver reads, and what is new here."""
 
@@ -206,6 +213,7 @@ class GRPOModelConfig:
     sampling_params: SamplingConfig = field(default_factory=SamplingConfig)
     length_params: LengthConfig = field(default_factory=LengthConfig)
     generation: GenerationConfig = field(default_factory=GenerationConfig)
+    routing_replay: RoutingReplayConfig = field(default_factory=RoutingReplayConfig)
     forward_micro_batch_size: int = 64
     offload_adam_states: bool = True  # on a GPU: the optimizer's state waits in host memory during generation
 

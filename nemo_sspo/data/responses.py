@@ -30,6 +30,8 @@ class ResponseBatch:
     tokens: Tensor = field(metadata=SEQUENCE)  # [B, S] int64
     prompt_lengths: Tensor  # [B] int64, at least 1
     response_lengths: Tensor  # [B] int64
+    # with routing replay: the experts that each response's tokens go to, [up to its tokens, L, K] (nemo_sspo/routing)
+    routes: list[Tensor] | None = field(default=None, kw_only=True)
 
     def __len__(self) -> int:
         return self.tokens.shape[0]

@@ -8,6 +8,7 @@ therefore exactly those of the training pass. Finished rows leave the batch when
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -16,6 +17,8 @@ from torch import Tensor
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.generation.protocol import GenerationOutput, SamplingParams
 from nemo_sspo.generation.replica import Choice, Policy, Replica, generating
+from nemo_sspo.routing import RoutingReplay
+from nemo_sspo.routing.hook import Action
 
 _COMPACT_BELOW = 0.5  # share of unfinished rows under which the batch is compacted
 
@@ -23,14 +26,22 @@ _COMPACT_BELOW = 0.5  # share of unfinished rows under which the batch is compac
 class NativeEngine:
     """Samples from a policy with its live weights (so `refit` has nothing to do), under any layout.
 
-    `max_sequence_length` bounds prompt and response together; `batch_size` is how many rows run together.
+    `max_sequence_length` bounds prompt and response together; `batch_size` is how many rows run together. It tells
+    which experts it chose if it is given the policy's `routing`.
     """
 
-    def __init__(self, policy: Policy, max_sequence_length: int, batch_size: int) -> None:
+    def __init__(
+        self, policy: Policy, max_sequence_length: int, batch_size: int, routing: RoutingReplay | None = None
+    ) -> None:
         megatron_cpu.install()
-        self._policy, self._replica = policy, Replica(policy)
+        self._policy, self._replica, self._routing = policy, Replica(policy), routing
         self.max_sequence_length = max_sequence_length
         self.batch_size = batch_size
+
+    @property
+    def returns_routes(self) -> bool:
+        """Whether it can say which experts it chose."""
+        return self._routing is not None
 
     def refit(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Nothing to do: the weights are the trainer's own."""
@@ -50,12 +61,15 @@ class NativeEngine:
             for start in range(0, len(order), self.batch_size):
                 rows = order[start : start + self.batch_size]
                 batch = _Batch([prompts[i] for i in rows], sampling, [seeds[i] for i in rows], self._policy.device)
-                outputs.update(zip(rows, _complete(batch, self._replica), strict=True))
+                answers = _complete(batch, self._replica, self._routing if sampling.return_routes else None)
+                outputs.update(zip(rows, answers, strict=True))
             self._replica.accompany()
         return [outputs[i] for i in range(len(prompts))]
 
     def _check(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]) -> None:
         """Refuse what cannot be generated before the first pass, in which other ranks take part."""
+        if sampling.return_routes and self._routing is None:
+            raise ValueError("return_routes: this engine was built without `routing`, so it can't tell")
         if len(prompts) != len(seeds):
             raise ValueError(f"{len(prompts)} prompts but {len(seeds)} seeds: one seed a prompt")
         lengths = [len(prompt) for prompt in prompts]
@@ -85,6 +99,7 @@ class _Batch:
         self._ends = self._limits.clone()  # one past the last token of each row
         self._noise = _noise(seeds, sampling.max_tokens).to(device) if sampling.temperature > 0 else None
         self._done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        self._routes: Tensor | None = None  # [B, S, layers of this rank, K] in storage
         self._read, self._position = 0, min(lengths)  # tokens in the cache; column to fill next
 
     def unread(self) -> Tensor:
@@ -92,6 +107,20 @@ class _Batch:
         tokens = self._tokens[self.live, self._read : self._position]
         self._read = self._position
         return tokens
+
+    def keep_routes(self, ids: Tensor) -> None:
+        """The routes of what `unread` gave last, ``[n * live rows, layers, K]``, in the routers' order of tokens."""
+        ids = ids.view(-1, len(self.live), *ids.shape[1:]).transpose(0, 1)  # [live rows, n, layers, K]
+        if self._routes is None:
+            self._routes = ids.new_zeros(len(self._ends), self.longest, *ids.shape[2:])
+        self._routes[self.live, self._read - ids.shape[1] : self._read] = ids
+
+    def routes(self, routing: RoutingReplay) -> list[Tensor]:
+        """The routes of every row, of all layers, ``[tokens - 1, L, K]``: its last token was not read. A collective."""
+        assert self._routes is not None
+        lengths = (self._ends - 1).tolist()
+        read = torch.cat([row[:n] for row, n in zip(self._routes, lengths, strict=True)])
+        return [routes.clone() for routes in routing.all_layers(read).cpu().split(lengths)]
 
     def choose(self, logits: Tensor) -> Choice:
         """The live rows' next tokens."""
@@ -114,23 +143,30 @@ class _Batch:
         self.live = live[keep]
         return keep
 
-    def outputs(self) -> list[GenerationOutput]:
+    def outputs(self, routes: list[Tensor] | None) -> list[GenerationOutput]:
         """The responses, by row."""
-        bounds = enumerate(zip(self._prompt_lengths.tolist(), self._ends.tolist(), strict=True))
+        bounds = zip(
+            self._prompt_lengths.tolist(), self._ends.tolist(), routes or [None] * len(self._ends), strict=True
+        )
         return [
-            _output(self._tokens[i], self._logprobs[i], start, end, self._sampling.stop_id)
-            for i, (start, end) in bounds
+            _output(self._tokens[i], self._logprobs[i], start, end, self._sampling.stop_id, ids)
+            for i, (start, end, ids) in enumerate(bounds)
         ]
 
 
-def _complete(batch: _Batch, replica: Replica) -> list[GenerationOutput]:
+def _complete(batch: _Batch, replica: Replica, routing: RoutingReplay | None) -> list[GenerationOutput]:
     """Generate until every row has ended."""
     context = StaticInferenceContext(len(batch.live), batch.longest)
-    while len(batch.live):
-        keep = batch.fill(*replica.next_tokens(context, batch.unread(), batch.choose))
-        if keep is not None:
-            _keep_rows(context, keep)
-    return batch.outputs()
+    with nullcontext() if routing is None else routing.taking_part(Action.RECORD):
+        while len(batch.live):
+            tokens = batch.unread()
+            choice = replica.next_tokens(context, tokens, batch.choose)
+            if routing is not None:
+                batch.keep_routes(routing.take(tokens.numel()))
+            keep = batch.fill(*choice)
+            if keep is not None:
+                _keep_rows(context, keep)
+    return batch.outputs(None if routing is None else batch.routes(routing))
 
 
 def _noise(seeds: Sequence[int], tokens: int) -> Tensor:
@@ -168,6 +204,8 @@ def _keep_rows(context: StaticInferenceContext, keep: Tensor) -> None:
     context.max_batch_size = int(keep.sum())
 
 
-def _output(tokens: Tensor, logprobs: Tensor, start: int, end: int, stop_id: int) -> GenerationOutput:
+def _output(
+    tokens: Tensor, logprobs: Tensor, start: int, end: int, stop_id: int, routes: Tensor | None
+) -> GenerationOutput:
     token_ids = tokens[start:end].tolist()
-    return GenerationOutput(token_ids, logprobs[start:end].tolist(), finished=token_ids[-1] == stop_id)
+    return GenerationOutput(token_ids, logprobs[start:end].tolist(), token_ids[-1] == stop_id, routes)

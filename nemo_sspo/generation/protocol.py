@@ -14,20 +14,24 @@ class SamplingParams:
     """How to continue a prompt.
 
     `temperature` 0 is greedy. A response ends after `stop_id` (which it includes) or after `max_tokens`. The ids in
-    `forbidden_ids` (padding: no response contains it) are never chosen; the others keep their proportions.
+    `forbidden_ids` (padding: no response contains it) are never chosen; the others keep their proportions. With
+    `return_routes` the experts that each token went to are wanted.
     """
 
     max_tokens: int
     temperature: float
     stop_id: int
     forbidden_ids: tuple[int, ...] = ()
+    return_routes: bool = False
 
 
 @dataclass(frozen=True)
 class GenerationOutput:
     """One response: its tokens, the engine's log-probability of each at the sampling temperature, how it ended.
 
-    `routes` is ``[tokens, L, K]`` (experts chosen by token and MoE layer) from an engine that records them.
+    `routes` is ``[n, L, K]``, whole numbers: the experts of the first n tokens of prompt and response, by MoE layer in
+    the order of the model, where they were asked for. n is mostly one less than there are tokens, for the last one is
+    chosen and not read. A token that an engine can't tell of (its prefix was cached, say) has -1 for all K.
     """
 
     token_ids: list[int]
@@ -38,6 +42,11 @@ class GenerationOutput:
 
 class GenerationEngine(Protocol):
     """Continues prompts with the weights that it was last given."""
+
+    @property
+    def returns_routes(self) -> bool:
+        """Whether it can say which experts it chose (`SamplingParams.return_routes`)."""
+        ...
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seeds: Sequence[int]

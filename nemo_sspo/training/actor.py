@@ -28,6 +28,9 @@ from nemo_sspo.data.responses import ResponseBatch, pad_tokens, response_rows, r
 from nemo_sspo.model import Policy, final_hidden_states, output_weight, sequence_multiple
 from nemo_sspo.parallel import linear_logprobs
 from nemo_sspo.parallel.reductions import all_gather_rows, all_reduce, local_share
+from nemo_sspo.routing import RoutingReplay, RoutingStats
+from nemo_sspo.routing.hook import Action
+from nemo_sspo.routing.slots import Slots
 
 # (this rank's micro-batch, policy log-probs [b,T], entropy [b,T]) -> this micro-batch's share of the global loss
 LossFunction = Callable[[Any, Tensor, Tensor], Tensor]
@@ -44,6 +47,7 @@ class StepResult:
     learning_rate: float
     policy_logprobs: Tensor  # [B, T], detached, from before the step
     entropy: Tensor  # [B, T], detached
+    routing: RoutingStats | None = None  # where routes were replayed
 
     @property
     def finite(self) -> bool:
@@ -56,12 +60,20 @@ class Actor:
 
     `temperature` divides the logits: give the one that responses are sampled at. Log-probabilities are those of the
     full output distribution; an engine that never samples padding has them higher by -log(1 - p(padding)).
-    With `distributed_optimizer` each data-parallel rank holds a part of the optimizer's state (ZeRO-1).
+    With `distributed_optimizer` each data-parallel rank holds a part of the optimizer's state (ZeRO-1). With `routing`
+    the hooks of routing replay, every pass over a batch that has routes replays them.
     """
 
-    def __init__(self, policy: Policy, micro_batch_size: int, distributed_optimizer: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        micro_batch_size: int,
+        distributed_optimizer: bool = False,
+        routing: RoutingReplay | None = None,
+    ) -> None:
         megatron_cpu.install()
         self.policy = policy
+        self.routing = routing
         self.groups = policy.groups
         self.micro_batch_size = micro_batch_size
         self.config = policy.config
@@ -176,20 +188,52 @@ class Actor:
 
         A collective: every data-parallel rank has equally many rows.
         """
+        logprobs, entropy, _ = self._forward(batch, micro_batch_size, temperature, self._replay(batch))
+        return logprobs, entropy
+
+    def record_routes(
+        self, batch: ResponseBatch, micro_batch_size: int, temperature: float = 1.0
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """What `logprobs` gives, and the routes that were taken for it, ``[tokens, L, K]`` in storage for each row."""
+        logprobs, entropy, routes = self._forward(batch, micro_batch_size, temperature, Action.RECORD)
+        return logprobs, entropy, routes
+
+    def _forward(
+        self, batch: ResponseBatch, micro_batch_size: int, temperature: float, action: Action
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
         if not len(batch):
-            return torch.zeros(0, 0), torch.zeros(0, 0)
+            return torch.zeros(0, 0), torch.zeros(0, 0), []
 
         def outputs(piece: ResponseBatch, hidden: Tensor, non_loss_data: bool = True) -> tuple[Tensor, Tensor]:
             return self._response_logprobs(hidden, piece, temperature)
 
         training = [chunk.training for chunk in self.chunks]
         self._train(False)
-        with torch.no_grad():
+        routes: list[Tensor] = []
+        with torch.no_grad(), self._routing_pass(action) as routing:
             parts = self._schedule(batch, micro_batch_size, outputs, forward_only=True)
+            if routing is not None and action is Action.RECORD:
+                routes = routing.routes()
+            elif routing is not None:
+                routing.stats()  # every router replayed
         for chunk, was_training in zip(self.chunks, training, strict=True):
             chunk.train(was_training)
         logprobs, entropy = self._from_last_stage(parts, batch)
-        return logprobs.cpu(), entropy.cpu()
+        return logprobs.cpu(), entropy.cpu(), routes
+
+    def _replay(self, batch: ResponseBatch) -> Action:
+        return Action.NONE if batch.routes is None else Action.REPLAY
+
+    @contextmanager
+    def _routing_pass(self, action: Action, training: bool = False) -> Iterator[RoutingReplay | None]:
+        """Within it the routers replay or record; None where they do neither."""
+        if action is Action.NONE:
+            yield None
+            return
+        if self.routing is None:
+            raise RuntimeError("this actor was built without routing replay, but the batch has routes, or wants them")
+        with self.routing.taking_part(action, training):
+            yield self.routing
 
     def step(self, batch: ResponseBatch, loss_function: LossFunction, temperature: float = 1.0) -> StepResult:
         """One optimizer step on a *global* batch; each data-parallel rank takes its contiguous share of the rows.
@@ -210,7 +254,9 @@ class Actor:
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-        parts = self._schedule(local, self.micro_batch_size, loss, forward_only=False)
+        with self._routing_pass(self._replay(batch), training=True) as routing:
+            parts = self._schedule(local, self.micro_batch_size, loss, forward_only=False)
+            stats = None if routing is None else routing.stats()
         share = sum((p[2] for p in parts), start=torch.zeros((), device=self.device))
         total = float(all_reduce(self._broadcast_from_last_stage(share), dp))
         self.optimizer.prepare_grads()
@@ -226,6 +272,7 @@ class Actor:
             learning_rate=learning_rate,
             policy_logprobs=all_gather_rows(logprobs, dp).cpu(),
             entropy=all_gather_rows(entropy, dp).cpu(),
+            routing=stats,
         )
 
     def _train(self, mode: bool) -> None:
@@ -258,8 +305,12 @@ class Actor:
         rows, columns = (micro_batch_size, batch.tokens.shape[1]) if self.groups.pp.size() > 1 else (1, 1)
 
         def forward_step(pieces: Any, model: torch.nn.Module) -> tuple[Tensor, Callable]:
-            piece = next(pieces).to(self.device)
+            piece = next(pieces)
             tokens = pad_tokens(piece.tokens, rows, columns, multiple)
+            if self.routing is not None and self.routing.active:
+                lengths = (piece.prompt_lengths + piece.response_lengths).tolist()
+                self.routing.feed(cast(Any, model).module, Slots.padded(lengths, *tokens.shape), piece.routes)
+            piece, tokens = piece.to(self.device), tokens.to(self.device)
             return final_hidden_states(model, cast(Any, model).module, tokens), partial(function, piece)
 
         schedule = get_forward_backward_func(

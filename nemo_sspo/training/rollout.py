@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
+from torch.distributed import ProcessGroup
 from torch.nn.utils.rnn import pad_sequence
 
 from nemo_sspo.data.batches import sequence_batch
@@ -15,9 +16,11 @@ from nemo_sspo.data.dataset import EncodedProblem
 from nemo_sspo.data.responses import RESPONSE, ResponseBatch
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.environment import score, uses_think_block
+from nemo_sspo.errors import RunError
 from nemo_sspo.generation import GenerationEngine, GenerationOutput, SamplingParams
 from nemo_sspo.objective import group_advantages
 from nemo_sspo.parallel.reductions import all_gather_list, all_gather_rows, local_share
+from nemo_sspo.routing import RouteFormat, gather_routes, load_imbalance
 from nemo_sspo.seeds import sample_seed
 from nemo_sspo.training.actor import Actor
 
@@ -58,28 +61,40 @@ def collect_rollout(
     seed: int,
     step: int,
     groups: ProcessGroupCollection,
+    routing_replay: str = "none",
 ) -> Rollout:
     """Sample, reward and rate `samples_per_prompt` responses to each of P `problems`; P*G rows on every rank.
 
     Each data-parallel rank generates for its share of the problems. Row i draws from ``(seed, step, i)``, so a rollout
-    does not depend on how many ranks there are.
+    does not depend on how many ranks there are. With `routing_replay` R2 the routes of the old-log-prob pass go with
+    the rollout, with R3 the engine's, which the old-log-prob pass replays.
+
+    Raises:
+        RunError: R3, and the engine gave no routes for a response; on every rank alike.
     """
     dp = groups.dp_cp
     rows = [problem for problem in problems for _ in range(samples_per_prompt)]
     share = local_share(len(problems), dp)
     mine = range(share.start * samples_per_prompt, share.stop * samples_per_prompt)
     prompts = [rows[i].prompt_ids for i in mine]
-    outputs = engine.generate(prompts, sampling, [sample_seed(seed, "rollout", step, i) for i in mine])
+    wanted = replace(sampling, return_routes=routing_replay == "R3")
+    outputs = engine.generate(prompts, wanted, [sample_seed(seed, "rollout", step, i) for i in mine])
 
     local = sequence_batch(prompts, [o.token_ids for o in outputs], tokenizer.pad_id)
-    old_logprobs, entropy = actor.logprobs(local, forward_micro_batch_size, sampling.temperature)
     reference = None
-    if actor.has_reference:
+    if actor.has_reference:  # it routes by itself
         with actor.reference():
             reference, _ = actor.logprobs(local, forward_micro_batch_size, sampling.temperature)
+    if routing_replay == "R2":
+        old_logprobs, entropy, routes = actor.record_routes(local, forward_micro_batch_size, sampling.temperature)
+    else:
+        routes = _engine_routes(engine, actor, outputs, dp) if routing_replay == "R3" else None
+        local = replace(local, routes=routes)
+        old_logprobs, entropy = actor.logprobs(local, forward_micro_batch_size, sampling.temperature)
     texts = [tokenizer.decode(o.token_ids) for o in outputs]
     scores = score(texts, [rows[i].gold for i in mine])
 
+    outputs = [replace(o, routes=None) for o in outputs]  # those travel as bytes
     everyone: list[tuple[Sequence[int], GenerationOutput, str, float, float]] = all_gather_list(
         [(p, o, t, s.answer, s.format) for p, o, t, s in zip(prompts, outputs, texts, scores, strict=True)], dp
     )
@@ -105,7 +120,33 @@ def collect_rollout(
         responses=[e[2] for e in everyone],
         golds=[row.gold for row in rows],
         reference_logprobs=None if reference is None else all_gather_rows(reference, dp).cpu(),
+        routes=None if routes is None else gather_routes(routes, dp),
     )
+
+
+def _engine_routes(
+    engine: GenerationEngine, actor: Actor, outputs: Sequence[GenerationOutput], dp: ProcessGroup
+) -> list[Tensor]:
+    """The engine's routes in storage, checked. All ranks refuse together, so that none waits for another."""
+    assert actor.routing is not None, "R3 needs an actor with routing replay"
+    name, form = type(engine).__name__, actor.routing.form
+    packed, complaint = [], ""
+    for i, output in enumerate(outputs):
+        if output.routes is None:
+            complaint = f"{name} gave no routes for response {i} of its {len(outputs)}, although it was asked for them"
+            break
+        try:
+            packed.append(form.pack(output.routes, f"{name}, response {i}"))
+        except ValueError as error:
+            complaint = str(error)
+            break
+    complaints = [text for text in all_gather_list([complaint], dp) if text]
+    if complaints:
+        raise RunError(
+            f"model.grpo.routing_replay.mode=R3: {complaints[0]}; turn its routes on, or set "
+            "model.grpo.routing_replay.mode=R2, which needs none of the engine"
+        )
+    return packed
 
 
 def rollout_metrics(rollout: Rollout, samples_per_prompt: int) -> dict[str, float]:
@@ -127,6 +168,20 @@ def rollout_metrics(rollout: Rollout, samples_per_prompt: int) -> dict[str, floa
         "entropy/mean": float((rollout.entropy * mask).sum() / tokens),
         "think_fraction": sum(think) / len(think),
         "rollout_logprob_gap/max": float(gap),
+    }
+
+
+def routing_metrics(rollout: Rollout, form: RouteFormat) -> dict[str, float]:
+    """What is known of a rollout's routes before they are replayed; nothing without routing replay."""
+    if rollout.routes is None:
+        return {}
+    lengths = (rollout.prompt_lengths + rollout.response_lengths).tolist()
+    routed = sum(int(form.has_route(routes).all(-1).sum()) for routes in rollout.routes)
+    stored = sum(routes.numel() * routes.element_size() for routes in rollout.routes)
+    return {
+        "routing/load_imbalance": load_imbalance(rollout.routes, form),
+        "routing/live_tokens": sum(lengths) - routed,  # they have no route: the router chooses
+        "routing/bytes_per_token": stored / max(sum(len(routes) for routes in rollout.routes), 1),
     }
 
 

@@ -28,6 +28,7 @@ from nemo_sspo.model import build_model, parameter_count
 from nemo_sspo.parallel.ranks import on_rank_zero, rank, world_size
 from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
+from nemo_sspo.routing import RoutingReplay
 from nemo_sspo.training.actor import Actor
 from nemo_sspo.training.distributed import process_groups
 from nemo_sspo.training.recorder import VALIDATION, RunRecorder
@@ -119,8 +120,10 @@ def build_policy(config: RunConfig, tokenizer: Tokenizer, groups: Any) -> tuple[
     """The actor, and the engine that generates with its weights."""
     policy = build_model(config.model, tokenizer.vocab_size, groups, config.trainer.precision)
     distributed_optimizer = config.model.optim.name == "mcore_distributed_optim"
-    actor = Actor(policy, config.model.micro_batch_size, distributed_optimizer)
-    engine = NativeEngine(policy, config.model.encoder_seq_length, config.trainer.grpo.generation_rollout_mbs)
+    replayed = config.model.grpo.routing_replay.mode != "none"
+    routing = RoutingReplay(policy.chunks, policy.config, groups) if replayed else None
+    actor = Actor(policy, config.model.micro_batch_size, distributed_optimizer, routing)
+    engine = NativeEngine(policy, config.model.encoder_seq_length, config.trainer.grpo.generation_rollout_mbs, routing)
     return actor, engine
 
 

@@ -28,11 +28,12 @@ from nemo_sspo.data.batches import prompt_indices, supervised_batch
 from nemo_sspo.data.dataset import Datasets
 from nemo_sspo.data.responses import ResponseBatch
 from nemo_sspo.data.tokenizer import Tokenizer
-from nemo_sspo.errors import UserError
+from nemo_sspo.errors import RunError, UserError
 from nemo_sspo.generation import GenerationEngine
 from nemo_sspo.objective import build_objective
 from nemo_sspo.parallel.ranks import world
 from nemo_sspo.report.histogram import log_ratio_histogram
+from nemo_sspo.routing import RoutingStats
 from nemo_sspo.seeds import sample_seed
 from nemo_sspo.training.actor import Actor, StepResult
 from nemo_sspo.training.faults import SkippedSteps
@@ -44,6 +45,7 @@ from nemo_sspo.training.rollout import (
     collect_rollout,
     rollout_metrics,
     rollout_samples,
+    routing_metrics,
     sampling_params,
 )
 from nemo_sspo.training.stop import StopRequest
@@ -162,6 +164,8 @@ class Trainer:
         model, step = self.config.model, self.position.rollout
         rollout, seconds = in_flight or self._rollout(step)
         metrics = rollout_metrics(rollout, self.config.trainer.grpo.samples_per_prompt) | {"time/rollout": seconds}
+        if self.actor.routing is not None:
+            metrics |= routing_metrics(rollout, self.actor.routing.form)
         if self.recorder is not None:
             self.recorder.samples(rollout_samples(rollout, step + 1, self.config.trainer.grpo.num_logged_samples))
         generator = torch.Generator().manual_seed(sample_seed(model.seed, "mini-batches", step))
@@ -173,11 +177,14 @@ class Trainer:
             self._score = None
             started = time.monotonic()
             batch = rollout.select(mini_batches[done])
+            if batch.routes is None and model.grpo.routing_replay.mode != "none":
+                raise RunError("model.grpo.routing_replay: the rollout has lost its routes between engine and actor")
             result = self.actor.step(batch, self._policy_loss(batch), self.sampling.temperature)
             self.position = replace(self.position, step=self.position.step + 1, mini_batch=done + 1)
             self._count_skipped(result, batch, f"step_{self.position.step:06d}")
             record = {"step": self.position.step, "rollout": step + 1} | _step_record(self.position.step, result)
             record |= metrics | (self._policy_metrics(batch, result) if result.finite else {})
+            record |= {} if result.routing is None else _routing_record(result.routing)
             record |= {"skipped_steps": self.position.skipped, "time/train": time.monotonic() - started}
             if self.recorder is not None:
                 self.recorder.metrics(record)
@@ -208,6 +215,7 @@ class Trainer:
                 seed=model.seed,
                 step=step,
                 groups=self.groups,
+                routing_replay=model.grpo.routing_replay.mode,
             )
         return rollout, time.monotonic() - started
 
@@ -346,6 +354,14 @@ class Trainer:
             checkpoint = Checkpoint(folder, self.position, "grpo", self.shape, optimizer_steps=0)
             CheckpointSaver(folder, options, note).save(checkpoint, self.actor.policy, None, None)
         self.actor.keep_reference()
+
+
+def _routing_record(stats: RoutingStats) -> dict:
+    return {
+        "routing/replayed_fraction": stats.replayed_fraction,
+        "routing/mismatch_rate": stats.mismatch_rate,
+        "routing/mismatch_by_layer": stats.mismatch_by_layer,
+    }
 
 
 def _step_record(step: int, result: StepResult) -> dict:
