@@ -2,7 +2,8 @@
 
 The keys are NeMo-Aligner's where NeMo-Aligner has one (``trainer.grpo.*``, ``model.grpo.*``, ``model.optim.*``,
 ``exp_manager.*``) and Megatron-Core's for the model (``model.num_layers``, ...). What is new sits under
-``model.grpo.objective``, ``model.grpo.routing_replay``, ``model.grpo.generation``, ``trainer.sft`` and ``model.data.synthetic``.
+``model.grpo.objective``, ``model.grpo.routing_replay``, ``model.grpo.generation``, ``trainer.sft`` and
+``model.data.synthetic``.
 
 Only `nemo_sspo.config.load` turns a composed ``DictConfig`` into these classes; everything below the command line
 receives dataclasses, so a misspelt key cannot fall back to a default.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
@@ -145,13 +146,12 @@ class _Batch:
 
     def outputs(self, routes: list[Tensor] | None) -> list[GenerationOutput]:
         """The responses, by row."""
-        bounds = zip(
-            self._prompt_lengths.tolist(), self._ends.tolist(), routes or [None] * len(self._ends), strict=True
-        )
-        return [
-            _output(self._tokens[i], self._logprobs[i], start, end, self._sampling.stop_id, ids)
-            for i, (start, end, ids) in enumerate(bounds)
+        bounds = enumerate(zip(self._prompt_lengths.tolist(), self._ends.tolist(), strict=True))
+        outputs = [
+            _output(self._tokens[i], self._logprobs[i], start, end, self._sampling.stop_id)
+            for i, (start, end) in bounds
         ]
+        return outputs if routes is None else [replace(o, routes=r) for o, r in zip(outputs, routes, strict=True)]
 
 
 def _complete(batch: _Batch, replica: Replica, routing: RoutingReplay | None) -> list[GenerationOutput]:
@@ -204,8 +204,6 @@ def _keep_rows(context: StaticInferenceContext, keep: Tensor) -> None:
     context.max_batch_size = int(keep.sum())
 
 
-def _output(
-    tokens: Tensor, logprobs: Tensor, start: int, end: int, stop_id: int, routes: Tensor | None
-) -> GenerationOutput:
+def _output(tokens: Tensor, logprobs: Tensor, start: int, end: int, stop_id: int) -> GenerationOutput:
     token_ids = tokens[start:end].tolist()
-    return GenerationOutput(token_ids, logprobs[start:end].tolist(), token_ids[-1] == stop_id, routes)
+    return GenerationOutput(token_ids, logprobs[start:end].tolist(), finished=token_ids[-1] == stop_id)

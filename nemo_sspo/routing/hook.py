@@ -44,9 +44,9 @@ class RouterHook:
         self._missing = missing
         self.begin(Action.NONE)
 
-    def begin(self, action: Action, training: bool = False, obey: bool = True) -> None:
-        """Start a pass; `training` says that backward will follow. With `obey` False targets are compared only."""
-        self.action, self._training, self._obey = action, training, obey
+    def begin(self, action: Action, training: bool = False) -> None:
+        """Start a pass; `training` says that backward will follow."""
+        self.action, self._training = action, training
         self.target: Target | None = None
         self.calls = 0
         self.recorded: list[Tensor] = []
@@ -84,7 +84,7 @@ class RouterHook:
                 self._count(target, ids, own, routed, scores.shape[1])
         if not again and self._training and not torch.is_grad_enabled():
             self._again.append(target)
-        return top_k(scores) if not self._obey else (scores.gather(1, ids), ids)
+        return scores.gather(1, ids), ids
 
     def _count(self, target: Target, ids: Tensor, own: Tensor, routed: Tensor, experts: int) -> None:
         self.calls += 1

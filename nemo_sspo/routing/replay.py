@@ -1,8 +1,8 @@
 """All routers of one policy on this rank: what they did is recorded, what they are to do is handed to them.
 
 Within a pass (`RoutingReplay.taking_part`) `feed` comes before the forward pass of each micro-batch through each model
-chunk, and then `routes` (recorded) or `stats` (replayed). Layers are known by their global numbers: dense layers in between, pipeline stages and
-virtual stages don't shift anything.
+chunk, and then `routes` (recorded) or `stats` (replayed). Layers are known by their global numbers: dense layers in
+between, pipeline stages and virtual stages don't shift anything.
 """
 
 from __future__ import annotations
@@ -62,22 +62,19 @@ class RoutingReplay:
         self._begin(Action.NONE)
 
     @contextmanager
-    def taking_part(self, action: Action, training: bool = False, obey: bool = True) -> Iterator[RoutingReplay]:
-        """One pass; `training` says that backward follows. With `obey` False routes are only compared with.
-
-        Before and after it the routers route as if there were no replay.
-        """
-        self._begin(action, training, obey)
+    def taking_part(self, action: Action, training: bool = False) -> Iterator[RoutingReplay]:
+        """One pass; `training` says that backward follows. Else the routers route as if there were no replay."""
+        self._begin(action, training)
         try:
             yield self
         finally:
             self._begin(Action.NONE)
 
-    def _begin(self, action: Action, training: bool = False, obey: bool = True) -> None:
+    def _begin(self, action: Action, training: bool = False) -> None:
         self._micro_batches: list[Slots] = []
         self._due = torch.zeros(len(self.form.layers), dtype=torch.int64)
         for hook in self._all():
-            hook.begin(action, training, obey)
+            hook.begin(action, training)
         self._action = action
 
     @property

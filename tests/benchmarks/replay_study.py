@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import shutil
 import statistics
@@ -94,10 +95,16 @@ def print_study(runs: dict[tuple[str, int, str], list[Path]], rollouts: int) -> 
             for name, value in measures(folder).items():
                 values.setdefault(name, []).append(value)
         names = list(values)
-        cells = ["" if v[0] != v[0] else f"{statistics.fmean(v):.3f} ({min(v):.3f}-{max(v):.3f})" for v in values.values()]
-        rows.append([objective, str(steps), mode, *cells])
+        rows.append([objective, str(steps), mode, *(cell(v) for v in values.values())])
     title = f"Routing replay, {rollouts} rollouts of 128 responses, {len(next(iter(runs.values())))} seeds"
     print_table(title, ["objective", "steps a rollout", "replay", *names], rows)
+
+
+def cell(values: list[float]) -> str:
+    """Mean, lowest and highest; nothing where nothing was measured."""
+    if math.isnan(values[0]):
+        return ""
+    return f"{statistics.fmean(values):.3f} ({min(values):.3f}-{max(values):.3f})"
 
 
 def main() -> None:
