@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from nemo_sspo.compat import megatron_routing
-from nemo_sspo.errors import RunError
+from nemo_sspo.errors import RunError, UserError
 from nemo_sspo.parallel.ranks import world
 from nemo_sspo.parallel.reductions import Group, all_gather_rows, all_reduce
 from nemo_sspo.routing.hook import Action, RouterHook, Target
@@ -44,10 +44,14 @@ class RoutingReplay:
     Nothing of it outlives the model: the hooks hang on its routers, and no list of the process knows them.
 
     Raises:
-        UserError: an option of `config` makes Megatron-Core skip or undo replay.
+        UserError: the model has no experts, or an option of `config` makes Megatron-Core skip or undo replay.
     """
 
     def __init__(self, chunks: Sequence[Any], config: Any, groups: Any) -> None:
+        if not config.num_moe_experts:
+            raise UserError(
+                "model.grpo.routing_replay.mode: got a model without experts; set it to none, there is nothing to replay"
+            )
         check_options(config)
         self.form = RouteFormat.of(config)
         self._chunks, self._groups = list(chunks), groups

@@ -88,7 +88,7 @@ def collect_rollout(
     if routing_replay == "R2":
         old_logprobs, entropy, routes = actor.record_routes(local, forward_micro_batch_size, sampling.temperature)
     else:
-        routes = _engine_routes(engine, actor, outputs, dp) if routing_replay == "R3" else None
+        routes = _engine_routes(engine, actor, prompts, outputs, dp) if routing_replay == "R3" else None
         local = replace(local, routes=routes)
         old_logprobs, entropy = actor.logprobs(local, forward_micro_batch_size, sampling.temperature)
     texts = [tokenizer.decode(o.token_ids) for o in outputs]
@@ -125,22 +125,28 @@ def collect_rollout(
 
 
 def _engine_routes(
-    engine: GenerationEngine, actor: Actor, outputs: Sequence[GenerationOutput], dp: ProcessGroup
+    engine: GenerationEngine,
+    actor: Actor,
+    prompts: Sequence[Sequence[int]],
+    outputs: Sequence[GenerationOutput],
+    dp: ProcessGroup,
 ) -> list[Tensor]:
     """The engine's routes in storage, checked. All ranks refuse together, so that none waits for another."""
     assert actor.routing is not None, "R3 needs an actor with routing replay"
     name, form = type(engine).__name__, actor.routing.form
-    packed, complaint = [], ""
-    for i, output in enumerate(outputs):
+    packed, complaints = [], []
+    for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        tokens = len(prompt) + len(output.token_ids)
         if output.routes is None:
-            complaint = f"{name} gave no routes for response {i} of its {len(outputs)}, although it was asked for them"
-            break
-        try:
-            packed.append(form.pack(output.routes, f"{name}, response {i}"))
-        except ValueError as error:
-            complaint = str(error)
-            break
-    complaints = [text for text in all_gather_list([complaint], dp) if text]
+            complaints.append(f"{name} gave no routes for response {i} of {len(outputs)}, although it was asked for them")
+        elif len(output.routes) > tokens:
+            complaints.append(f"{name} gave {len(output.routes)} rows of routes for the {tokens} tokens of response {i}")
+        else:
+            try:
+                packed.append(form.pack(output.routes, f"{name}, response {i}"))
+            except ValueError as error:
+                complaints.append(str(error))
+    complaints = all_gather_list(complaints[:1], dp)
     if complaints:
         raise RunError(
             f"model.grpo.routing_replay.mode=R3: {complaints[0]}; turn its routes on, or set "

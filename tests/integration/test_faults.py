@@ -29,6 +29,7 @@ STEPS = (
     "trainer.grpo.optimizer_steps_per_rollout=4",
     "model.global_batch_size=4",
     "model.micro_batch_size=2",
+    "model.grpo.routing_replay.mode=R3",  # a rollout in flight has routes
     "exp_manager.create_tensorboard_logger=false",
 )
 # Two processes, tensor and expert parallel.
