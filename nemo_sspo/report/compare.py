@@ -22,6 +22,7 @@ _CURVES = (
     ("Training reward", "metrics", "reward/mean", "Mean reward of a response"),
     ("Use of the think block on validation", "validation", "think_fraction", "Share of responses"),
     ("Largest importance ratio", "metrics", "ratio/max", "Ratio of new to old probability"),
+    ("Routing mismatch", "metrics", "routing/mismatch_rate", "Share of replayed experts"),
     ("Policy entropy", "metrics", "entropy/mean", "Entropy of a token [nat]"),
     ("Response length", "metrics", "response_length/mean", "Mean length [tokens]"),
     ("Gradient norm", "metrics", "grad_norm", "Gradient norm"),
@@ -85,6 +86,8 @@ def overlay(runs: Sequence[RunData], title: str, table: str, key: str, y_label: 
     axes = figure.add_subplot()
     names = labels(runs)
     for number_of_group, group in enumerate(by_configuration(runs)):
+        if not any(runs[position].has(table, key) for position in group):
+            continue  # no line: in the legend it would seem to lie under another one
         colour = COLOURS[number_of_group % len(COLOURS)]
         style = ("-", "--", ":")[number_of_group // len(COLOURS) % 3]
         curves = [curve(runs[position], table, key) for position in group]

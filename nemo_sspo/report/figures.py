@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 
 from nemo_sspo.report.data import RunData
 from nemo_sspo.report.gate import draw_gate_weight
+from nemo_sspo.report.routing import draw_routing_layers, draw_routing_mismatch
 from nemo_sspo.report.style import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, finish, log_scale, new_figure
 
 QUANTILES = ("p01", "p10", "p50", "p90", "p99")
@@ -150,6 +151,14 @@ PLOTS: dict[str, Plot] = {
     "gate_weight": Plot(
         "Gradient weight of a token over its log-ratio", ("metrics", "log_ratio/histogram"), draw_gate_weight,
         "Grey: the share of all response tokens of the run that fell into each bin (right, logarithmic).",
+    ),
+    "routing_mismatch": Plot(
+        "Routing mismatch", ("metrics", "routing/mismatch_rate"), draw_routing_mismatch,
+        "Replayed experts that the live router would not have chosen, at the last optimizer step on each rollout.",
+    ),
+    "routing_layers": Plot(
+        "Routing mismatch by layer", ("metrics", "routing/mismatch_by_layer"), draw_routing_layers,
+        "Colour: the last optimizer step on each rollout. Layers count from the input.",
     ),
     "entropy": Plot("Policy entropy", ("metrics", "entropy/mean"), draw_entropy),
     "response_length": Plot("Response length", ("metrics", "response_length/mean"), draw_response_length),

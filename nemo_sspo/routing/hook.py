@@ -26,7 +26,8 @@ class Target(NamedTuple):
     """What one micro-batch's tokens are given, in this router's order of them."""
 
     ids: Tensor  # [n, K] storage type
-    matter: Tensor  # [n] bool: counted in the statistics
+    routed: Tensor  # [n] bool: whether there is a route; the router chooses for the others
+    counted: Tensor  # [n] bool: those of them that the statistics count
 
 
 class RouterHook:
@@ -38,10 +39,9 @@ class RouterHook:
     of Megatron-Core's schedules.
     """
 
-    def __init__(self, layer: int, place: int, missing: int) -> None:
+    def __init__(self, layer: int, place: int) -> None:
         self.layer = layer  # its global number
         self.place = place  # its index among the MoE layers
-        self._missing = missing
         self.begin(Action.NONE)
 
     def begin(self, action: Action, training: bool = False) -> None:
@@ -78,17 +78,15 @@ class RouterHook:
             raise RuntimeError(f"router of layer {self.layer}: got {len(scores)} tokens, but routes for {given}")
         with torch.no_grad():
             own = top_k(scores.detach())[1]
-            routed = (target.ids != self._missing).any(-1)
-            ids = torch.where(routed[:, None], target.ids.long(), own)
+            ids = torch.where(target.routed[:, None], target.ids.long(), own)
             if not again:
-                self._count(target, ids, own, routed, scores.shape[1])
+                self._count(target.counted, ids, own, scores.shape[1])
         if not again and self._training and not torch.is_grad_enabled():
             self._again.append(target)
         return scores.gather(1, ids), ids
 
-    def _count(self, target: Target, ids: Tensor, own: Tensor, routed: Tensor, experts: int) -> None:
+    def _count(self, counted: Tensor, ids: Tensor, own: Tensor, experts: int) -> None:
         self.calls += 1
-        counted = target.matter & routed
         chosen = torch.zeros(len(ids), experts, dtype=torch.bool, device=ids.device).scatter_(1, own, True)
         self.replayed = self.replayed + counted.sum()
         self.differing = self.differing + (~chosen.gather(1, ids) & counted[:, None]).sum()

@@ -13,6 +13,7 @@ class _Option(NamedTuple):
     refused: Callable[[Any], bool]
     allowed: str
     reason: str
+    when: Callable[[Any], bool] = lambda config: True  # the whole configuration
 
 
 def _sinkhorn(value: Any) -> bool:
@@ -23,6 +24,19 @@ _OPTIONS = (
     _Option("moe_router_fusion", bool, "false", "the fused router chooses in one kernel and skips replay silently"),
     _Option("moe_router_load_balancing_type", _sinkhorn, "aux_loss or none", "its routing never asks for replay"),
     _Option("moe_router_force_load_balancing", bool, "false", "it puts random scores in place of the router's"),
+    _Option(
+        "moe_token_dispatcher_type",
+        lambda value: value == "alltoall_seq",
+        "alltoall or allgather",
+        "with it a router chooses for the tokens of all tensor-parallel ranks, and is given the routes of its own only",
+    ),
+    _Option(  # Megatron-Core 0.16 refuses it by itself
+        "moe_layer_recompute",
+        bool,
+        "false where recompute_granularity is full",
+        "recomputing within recomputing calls a router a third time, and a micro-batch's routes are for two",
+        when=lambda config: config.recompute_granularity == "full",
+    ),
     _Option("moe_expert_capacity_factor", lambda value: value is not None, "null", "it drops some of the given routes"),
     _Option(
         "cuda_graph_impl",
@@ -41,9 +55,9 @@ def check_options(config: Any) -> None:
     Raises:
         UserError: names the option, its value, what is allowed and why.
     """
-    for name, refused, allowed, reason in _OPTIONS:
+    for name, refused, allowed, reason, when in _OPTIONS:
         value = getattr(config, name, None)
-        if refused(value):
+        if refused(value) and when(config):
             raise UserError(
                 f"model.{name}: got {value!r}, allowed with model.grpo.routing_replay: {allowed}; {reason}; change it, "
                 "or set model.grpo.routing_replay.mode=none"

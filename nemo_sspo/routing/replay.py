@@ -50,7 +50,7 @@ class RoutingReplay:
     def __init__(self, chunks: Sequence[Any], config: Any, groups: Any) -> None:
         if not config.num_moe_experts:
             raise UserError(
-                "model.grpo.routing_replay.mode: got a model without experts; set it to none, there is nothing to replay"
+                "model.grpo.routing_replay.mode: got a model without experts, with nothing to replay; set it to none"
             )
         check_options(config)
         self.form = RouteFormat.of(config)
@@ -60,7 +60,7 @@ class RoutingReplay:
         for chunk in self._chunks:
             hooks = []
             for layer, router in megatron_routing.routers(chunk):
-                hooks.append(RouterHook(layer, self.form.layers.index(layer), self.form.missing))
+                hooks.append(RouterHook(layer, self.form.layers.index(layer)))
                 megatron_routing.attach(router, hooks[-1])
             self._hooks.append(hooks)
         self._begin(Action.NONE)
@@ -101,12 +101,12 @@ class RoutingReplay:
             raise RunError("routing replay: the micro-batch has no routes; its batch lost them on the way to the actor")
         places = [hook.place for hook in hooks]
         device = next(chunk.parameters()).device
-        ids = self._part(slots.place(routes, self.form, places)).transpose(0, 1).contiguous().to(device)
-        matter = self._part(slots.matter())
+        ids = self._part(slots.place(routes, self.form, places)).transpose(0, 1).contiguous()
+        matter, routed = self._part(slots.matter()), self.form.has_route(ids)
         self._due[places] += int(matter.sum())
-        matter = matter.to(device)
-        for hook, layer_ids in zip(hooks, ids, strict=True):
-            hook.target = Target(layer_ids, matter)
+        by_layer = (values.to(device) for values in (ids, routed, routed & matter))
+        for hook, *target in zip(hooks, *by_layer, strict=True):
+            hook.target = Target(*target)
 
     def stats(self) -> RoutingStats:
         """What the pass did, the same on every rank. A collective.

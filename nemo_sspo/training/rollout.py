@@ -138,9 +138,13 @@ def _engine_routes(
     for i, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
         tokens = len(prompt) + len(output.token_ids)
         if output.routes is None:
-            complaints.append(f"{name} gave no routes for response {i} of {len(outputs)}, although it was asked for them")
+            complaints.append(
+                f"{name} gave no routes for response {i} of {len(outputs)}, although it was asked for them"
+            )
         elif len(output.routes) > tokens:
-            complaints.append(f"{name} gave {len(output.routes)} rows of routes for the {tokens} tokens of response {i}")
+            complaints.append(
+                f"{name} gave {len(output.routes)} rows of routes for the {tokens} tokens of response {i}"
+            )
         else:
             try:
                 packed.append(form.pack(output.routes, f"{name}, response {i}"))

@@ -15,8 +15,8 @@ from nemo_sspo.training.recorder import RunRecorder
 
 def write_run(folder: Path, *, seed: int = 1234, cold_start: int = 40, rollouts: int = 12, finished: bool = True,
               objective: dict[str, Any] | None = None, response: str = "<think>7+5=12</think><answer>12</answer>",
-              steps_per_rollout: int = 4) -> Path:  # fmt: skip
-    """Write the folder; `rollouts=0` is a run whose GRPO stage has not begun."""
+              steps_per_rollout: int = 4, moe_layers: int = 0) -> Path:  # fmt: skip
+    """Write the folder; `rollouts=0` is a run before its GRPO stage, `moe_layers=0` one without routing replay."""
     generator = torch.Generator().manual_seed(seed)
 
     def noise(scale: float) -> float:
@@ -55,6 +55,7 @@ def write_run(folder: Path, *, seed: int = 1234, cold_start: int = 40, rollouts:
                     "ratio/mean": log_ratio.exp().mean(), "ratio/max": log_ratio.max().exp(),
                     "log_ratio/quantiles": quantiles, "log_ratio/histogram": log_ratio_histogram(log_ratio),
                     "gate_weight/mean": 1 - 0.05 * inner, "lr": 3e-5 * (1 - 0.9 * (step - 1) / (4 * rollouts)),
+                    **(_routing(moe_layers, rollout, inner) if moe_layers else {}),
                 })  # fmt: skip
             sample = {"rollout": rollout, "prompt": f"{rollout}7+5=", "response": response, "gold": "12"}
             recorder.samples([{**sample, "reward": 2.0, "answer": 1.0, "format": 1.0}])
@@ -64,6 +65,16 @@ def write_run(folder: Path, *, seed: int = 1234, cold_start: int = 40, rollouts:
             recorder.summary({"cold_start_pass_at_1": 0.43, "final_pass_at_1": 0.93, "optimizer_steps": rollouts * 4,
                               "samples_per_second": 212.5, "seconds": 245.0})  # fmt: skip
     return folder
+
+
+def _routing(layers: int, rollout: int, inner: int) -> dict[str, Any]:
+    """Mismatch that begins each rollout at 0 and grows; which layer has most of it changes with the rollout."""
+    by_layer = [0.1 * inner / rollout * ((1 + (layer + rollout) % layers) / layers) ** 2 for layer in range(layers)]
+    return {
+        "routing/load_imbalance": 1.5 + 0.1 * rollout, "routing/live_tokens": 0, "routing/bytes_per_token": 2 * layers,
+        "routing/replayed_fraction": 1.0, "routing/mismatch_rate": sum(by_layer) / layers,
+        "routing/mismatch_by_layer": by_layer,
+    }  # fmt: skip
 
 
 def _validate(recorder: RunRecorder, rollout: int, rollouts: int, step: int, noise) -> None:

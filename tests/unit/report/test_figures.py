@@ -16,7 +16,7 @@ from nemo_sspo.report.style import png, theme
 
 @pytest.fixture
 def run(make_run):
-    return load_run(make_run())
+    return load_run(make_run(moe_layers=3))
 
 
 def lines(run, name, axes=0):

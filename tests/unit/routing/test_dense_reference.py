@@ -33,7 +33,8 @@ def replayed(layer: Any, routing: Any, hidden: Tensor, ids: Tensor) -> tuple[Ten
     weights = [layer.router.weight, *fc(layer, "linear_fc1"), *fc(layer, "linear_fc2")]
     with routing.taking_part(Action.REPLAY, training=True):
         hook = routing._all()[0]
-        hook.target = Target(ids.to(torch.uint8), torch.ones(len(ids), dtype=torch.bool))
+        every = torch.ones(len(ids), dtype=torch.bool)
+        hook.target = Target(ids.to(torch.uint8), every, every)
         output = layer(hidden)[0]
         (output * WEIGHTS).sum().backward()
     gradients = [tensor.grad for tensor in (hidden, *weights)]

@@ -11,7 +11,7 @@ from nemo_sspo.routing.hook import Action, RouterHook, Target
 
 SCORES = torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.9, 0.1, 0.2, 0.3], [0.0, 1.0, 2.0, 3.0]])
 GIVEN = torch.tensor([[3, 0], [0, 3], [255, 255]], dtype=torch.uint8)
-MATTER = torch.tensor([True, True, True])
+ROUTED = torch.tensor([True, True, False])
 
 
 def top_k(scores: Tensor) -> tuple[Tensor, Tensor]:
@@ -20,9 +20,9 @@ def top_k(scores: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def replaying(training: bool = False) -> RouterHook:
-    hook = RouterHook(layer=7, place=0, missing=255)
+    hook = RouterHook(layer=7, place=0)
     hook.begin(Action.REPLAY, training)
-    hook.target = Target(GIVEN, MATTER)
+    hook.target = Target(GIVEN, ROUTED, ROUTED)
     return hook
 
 
@@ -45,7 +45,7 @@ def test_what_is_counted():
     hook = replaying()
     hook.choose(SCORES, top_k)
     assert (int(hook.replayed), int(hook.differing), hook.calls) == (2, 2, 1)
-    hook.target = Target(GIVEN, torch.tensor([False, True, True]))  # the first is padding
+    hook.target = Target(GIVEN, ROUTED, torch.tensor([False, True, False]))  # the first is padding
     hook.choose(SCORES, top_k)
     assert (int(hook.replayed), int(hook.differing), hook.calls) == (3, 2, 2)
 
@@ -63,7 +63,7 @@ def test_another_number_of_tokens_is_refused():
 
 
 def test_recorded_is_what_was_chosen():
-    hook = RouterHook(1, 0, 255)
+    hook = RouterHook(1, 0)
     hook.begin(Action.RECORD)
     _, ids = hook.choose(SCORES, top_k)
     assert torch.equal(hook.recorded[0], ids)
@@ -81,8 +81,8 @@ def test_a_layer_that_is_computed_again_takes_the_same_experts():
         return values
 
     losses = []
-    for ids in (GIVEN, GIVEN.flip(0)):
-        hook.target = Target(ids, MATTER)
+    for ids, routed in ((GIVEN, ROUTED), (GIVEN.flip(0), ROUTED.flip(0))):
+        hook.target = Target(ids, routed, routed)
         losses.append(checkpoint(layer, SCORES.clone().requires_grad_(), use_reentrant=True).sum())
     assert hook.unfinished
     for loss in losses:
@@ -110,7 +110,7 @@ def test_a_forward_only_pass_waits_for_no_backward():
 
 
 def test_without_a_pass_the_router_is_left_alone():
-    hook = RouterHook(1, 0, 255)
+    hook = RouterHook(1, 0)
     _, ids = hook.choose(SCORES, top_k)
     assert ids.tolist() == [[1, 2], [0, 3], [3, 2]]
     assert not hook.recorded
