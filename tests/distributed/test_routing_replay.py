@@ -6,7 +6,7 @@ own output, the routing map, with the order of tokens spelt out here once more.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
@@ -103,9 +103,19 @@ def replay(rank: int, layout: Layout) -> dict[str, Any]:
     return result
 
 
+class Dense(torch.nn.Module):
+    """A layer without experts."""
+
+    def forward(self, hidden: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
+        return 0.1 * hidden, None
+
+
 @contextmanager
-def actor_of(layout: Layout, learning_rate: float = 3e-3) -> Iterator[tuple[Any, Any]]:
-    """The small model under a layout, with the hooks of routing replay, and its groups."""
+def actor_of(layout: Layout, dense: Collection[int] = ()) -> Iterator[tuple[Any, Any]]:
+    """The small model under a layout, with the hooks of routing replay, and its groups.
+
+    Layers whose global numbers are in `dense` lose their experts.
+    """
     from nemo_sspo.config.schema import OptimizerConfig
     from nemo_sspo.model import build_model
     from nemo_sspo.routing import RoutingReplay
@@ -118,9 +128,13 @@ def actor_of(layout: Layout, learning_rate: float = 3e-3) -> Iterator[tuple[Any,
         if policy.config.recompute_granularity == "selective":  # of the experts and their router, not only of attention
             for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
                 layer.mlp.moe_layer_recompute = True
+        for layer in (layer for chunk in policy.chunks for layer in chunk.decoder.layers):
+            if layer.layer_number in dense:
+                layer.mlp = Dense()
+        policy.config.moe_layer_freq = [int(number not in dense) for number in range(1, LAYERS + 1)]
         routing = RoutingReplay(policy.chunks, policy.config, groups)
         actor = Actor(policy, MICRO_BATCH, layout.distributed_optimizer, routing)
-        actor.set_optimizer(OptimizerConfig(lr=learning_rate, eps=1e-5), clip_grad=0.5, total_steps=10)
+        actor.set_optimizer(OptimizerConfig(lr=3e-3, eps=1e-5), clip_grad=0.5, total_steps=10)
         yield actor, groups
 
 
@@ -129,14 +143,15 @@ def log_ratio(actor: Any, batch: ResponseBatch, old: Tensor, size: int) -> float
     return float((new - old).abs().max())
 
 
-def given_routes(batch: ResponseBatch) -> list[Tensor]:
+def given_routes(batch: ResponseBatch, whole: bool = False) -> list[Tensor]:
     """Random distinct experts; two rows short for every third response, no route for some tokens in between."""
     generator = torch.Generator().manual_seed(7)
     routes = []
     for i, length in enumerate((batch.prompt_lengths + batch.response_lengths).tolist()):
-        scores = torch.rand(length - 2 * (i % 3 == 0), LAYERS, EXPERTS, generator=generator)
+        scores = torch.rand(length - 2 * (i % 3 == 0) * (not whole), LAYERS, EXPERTS, generator=generator)
         ids = scores.argsort(-1)[..., :K].to(torch.uint8)
-        ids[torch.rand(ids.shape[:2], generator=generator) < 0.1] = 255
+        if not whole:
+            ids[torch.rand(ids.shape[:2], generator=generator) < 0.1] = 255
         routes.append(ids)
     return routes
 
@@ -153,7 +168,7 @@ def watched_routers(policy: Any) -> Iterator[dict[int, list[tuple[bool, Tensor]]
     seen: dict[int, list[tuple[bool, Tensor]]] = {}
     handles = []
     for chunk in policy.chunks:
-        for layer in chunk.decoder.layers:
+        for layer in (layer for layer in chunk.decoder.layers if hasattr(layer.mlp, "router")):
             calls = seen.setdefault(layer.layer_number, [])
 
             def watch(module: Any, given: Any, output: Any, calls: list = calls) -> None:
@@ -172,7 +187,7 @@ def wrong_routes(actor: Any, seen: dict, local: ResponseBatch, routes: list[Tens
     """
     pieces, tp = local.split(MICRO_BATCH), groups.tp
     counts = {"wrong": 0, "calls": 0, "again": 0}
-    for layer, calls in seen.items():
+    for layer, calls in seen.items():  # by global number
         first = [chosen for grad, chosen in calls if not grad]
         again = [chosen for grad, chosen in calls if grad]
         counts["again"] += len(again) if first else 0
@@ -185,7 +200,8 @@ def wrong_routes(actor: Any, seen: dict, local: ResponseBatch, routes: list[Tens
                     position, row = slot // rows, slot % rows
                     taken = set(experts.nonzero().flatten().tolist())
                     real = row < len(piece) and position < len(routes[number * MICRO_BATCH + row])
-                    given = routes[number * MICRO_BATCH + row][position, layer - 1].tolist() if real else []
+                    place = actor.routing.form.layers.index(layer)
+                    given = routes[number * MICRO_BATCH + row][position, place].tolist() if real else []
                     counts["wrong"] += taken != set(given) if real else len(taken) != K
     return counts
 
@@ -254,6 +270,53 @@ def test_routes_are_recorded_alike(results, name):
     assert [len(rows) for rows in mine] == [len(rows) for rows in theirs]
     differs = [a != b for rows in zip(mine, theirs, strict=True) for a, b in zip(*rows, strict=True)]
     assert sum(differs) <= len(differs) // 50
+
+
+# -- layers without experts -----------------------------------------------------------------------------------------
+
+DENSE = {"first": (1,), "first two": (1, 2), "alternating": (2, 4)}  # of "first two" a stage of pp2 has no experts
+
+
+def replay_some_layers(rank: int, size: int, layout: Layout) -> dict[str, Any]:
+    """By case of `DENSE`: the shape of recorded routes, and where the tokens went on replay of other ones."""
+    results = {}
+    for name, dense in DENSE.items():
+        with actor_of(layout, dense) as (actor, groups):
+            batch = uneven_batch(rows=ROWS)
+            _, _, recorded = actor.record_routes(batch, FORWARD_SIZES[1], TEMPERATURE)
+            given = [routes[:, : LAYERS - len(dense)] for routes in given_routes(batch, whole=True)]
+            with watched_routers(actor.policy) as seen:
+                actor.logprobs(replace(batch, routes=given), MICRO_BATCH, TEMPERATURE)
+            results[name] = {
+                "recorded": [routes.tolist() for routes in recorded],
+                "wrong": wrong_routes(actor, seen, batch, given, groups),
+                "layers": list(actor.routing.form.layers),
+            }
+    return results
+
+
+def test_layers_without_experts_shift_nothing(tmp_path):
+    """On any pipeline stage, interleaved or not."""
+    (single,) = run_ranks(replay_some_layers, 1, tmp_path, LAYOUTS["single"])
+    for layout in ("pp2", "pp2_vpp2"):
+        for result in run_ranks(replay_some_layers, 2, tmp_path, LAYOUTS[layout]):
+            for name, dense in DENSE.items():
+                assert result[name]["layers"] == [n for n in range(1, LAYERS + 1) if n not in dense]
+                assert result[name]["wrong"]["wrong"] == 0
+                assert result[name]["recorded"] == single[name]["recorded"]
+
+
+def gather_wide(rank: int, size: int) -> list[list]:
+    from nemo_sspo.parallel.ranks import world
+    from nemo_sspo.routing import gather_routes
+
+    mine = [torch.full((tokens, 2, 3), 300 * rank - 1, dtype=torch.int16) for tokens in (1 + rank, 2)]
+    return [routes.tolist() for routes in gather_routes(mine, world())]
+
+
+def test_wide_routes_travel_over_a_backend_without_their_type(tmp_path):
+    expected = [torch.full((n, 2, 3), v).tolist() for n, v in ((1, -1), (2, -1), (2, 299), (2, 299))]
+    assert run_ranks(gather_wide, 2, tmp_path) == [expected, expected]
 
 
 # -- R3: from a generation under one layout to training under another -------------------------------------------------
