@@ -73,6 +73,11 @@ class Trainer:
         # Inputs that are not finite end in a loss that is not, which skips the step on every rank alike.
         self.objective = build_objective(vars(grpo.objective) | {"check_finite": False})
         self.sampling = sampling_params(self.tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature)
+        if grpo.routing_replay.mode == "R3" and not self.engine.returns_routes:
+            raise UserError(
+                f"model.grpo.routing_replay.mode: got R3, but {type(self.engine).__name__} can't tell which experts it "
+                "chose; set it to R2, or choose another model.grpo.generation.backend"
+            )
         self.position = Position()
         self.shape = shape_fields(self.config.model)
         self.saver = CheckpointSaver(

@@ -11,6 +11,7 @@ from torch import Tensor
 from nemo_sspo.model import build_model
 from nemo_sspo.routing import RoutingReplay
 from nemo_sspo.routing.hook import Action, Target
+from nemo_sspo.routing.slots import Slots
 from tests.tiny import VOCAB, tiny_config
 
 EXPERTS, K, S, B = 4, 2, 7, 3
@@ -93,3 +94,20 @@ def test_computing_again_changes_nothing(layer):
     assert torch.equal(output, again)
     for mine, theirs in zip(recomputed, gradients, strict=True):
         assert (mine - theirs).abs().max() <= 1e-6 * theirs.abs().max()
+
+
+def test_a_packed_row(layer):
+    """Two responses one after another, each padded to a multiple of 4: every token goes where its route says."""
+    moe, routing = layer
+    lengths, padded = [5, 3], [8, 4]
+    routes = [part[:, None].repeat(1, 2, 1).to(torch.uint8) for part in IDS[:8].split(lengths)]
+    hidden = torch.randn(sum(padded), 1, 32, generator=torch.Generator().manual_seed(1))
+    maps: list[Tensor] = []
+    moe.router.register_forward_hook(lambda module, given, output: maps.append(output[1]))
+    with routing.taking_part(Action.REPLAY):
+        routing.feed(routing._chunks[0], Slots.packed(lengths, padded, len(hidden)), routes)
+        moe(hidden)
+    taken = [row.nonzero().flatten().tolist() for row in maps[0]]
+    expected = [sorted(ids) for ids in IDS[:8].tolist()]
+    assert taken[:5] + taken[8:11] == expected
+    assert all(len(ids) == K for ids in taken)
