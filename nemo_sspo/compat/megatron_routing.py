@@ -1,7 +1,7 @@
 """A say in which experts Megatron-Core's routers choose.
 
 What: an object of ours stands where a `TopKRouter` keeps its ``RouterReplay`` (`attach`).
-Versions: megatron-core 0.16.
+Versions: megatron-core 0.16; and 0.11, whose routers have no such place and get one (`megatron_011`).
 Why: Megatron-Core enters every ``RouterReplay`` in one list of the process, so that routes are handed out by the order
 in which routers were ever made: a second model, a second decoder or one that is long gone shifts them all. Its two
 actions for replay need a switch between forward and backward, which pipeline schedules interleave.
@@ -15,12 +15,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from nemo_sspo.compat import megatron_cpu  # noqa: F401  (before Megatron-Core is imported)
-
-try:
-    from megatron.core.transformer.moe.router_replay import RouterReplay
-except ImportError:  # before 0.16
-    RouterReplay = object
+from nemo_sspo.compat import megatron_011
 
 
 class Chooser(Protocol):
@@ -31,8 +26,8 @@ class Chooser(Protocol):
         ...
 
 
-class _Replay(RouterReplay):
-    """What Megatron-Core calls for the top-k. Not entered in its list: the parent's ``__init__`` would."""
+class _Replay:
+    """What Megatron-Core calls for the top-k. No ``RouterReplay``, whose ``__init__`` enters it in the list."""
 
     def __init__(self, chooser: Chooser) -> None:
         self.chooser = chooser
@@ -53,6 +48,8 @@ class _Replay(RouterReplay):
 
 def attach(router: Any, chooser: Chooser) -> None:
     """From now on `chooser` chooses for `router`."""
+    if not hasattr(router, "router_replay"):
+        megatron_011.let_it_ask(router)
     router.router_replay = _Replay(chooser)
 
 
@@ -64,8 +61,8 @@ def attached(router: Any) -> Chooser | None:
 def routers(chunk: Any) -> Iterator[tuple[int, Any]]:
     """(global layer number from 1, router) of each MoE layer in the decoder of a live ``GPTModel``.
 
-    Walked, not remembered: layers for multi-token prediction number themselves from 1 again, and a second decoder of
-    the process has routers, too.
+    Walked, not remembered: layers for multi-token prediction have routers and numbers, too, and so has a second decoder
+    of the process.
     """
     for layer in chunk.decoder.layers:
         router = getattr(layer.mlp, "router", None)

@@ -26,8 +26,16 @@ _SHARES: dict[str, tuple[tuple[str, ...], str]] = {
         "every rank has equally many heads and query groups",
     ),
     "pipeline_model_parallel_size": (("num_layers",), "every stage has equally many layers"),
+}
+_EXPERT_SHARES: dict[str, tuple[tuple[str, ...], str]] = {
     "expert_model_parallel_size": (("num_moe_experts",), "every rank has equally many experts"),
     "expert_tensor_parallel_size": (("moe_ffn_hidden_size",), "every rank has an equal part of each expert"),
+}
+_DENSE_SHARES: dict[str, tuple[tuple[str, ...], str]] = {
+    "tensor_model_parallel_size": (
+        ("num_attention_heads", "num_query_groups", "ffn_hidden_size"),
+        "every rank has equally many heads and query groups, and an equal part of each feed-forward layer",
+    ),
 }
 
 
@@ -58,7 +66,7 @@ def data_parallel_ranks(model: ModelConfig, world_size: int) -> str:
 
 
 def _shares(model: ModelConfig) -> Iterator[str]:
-    for name, (wholes, reason) in _SHARES.items():
+    for name, (wholes, reason) in (_SHARES | (_EXPERT_SHARES if model.num_moe_experts else _DENSE_SHARES)).items():
         size, numbers = getattr(model, name), [getattr(model, whole) for whole in wholes]
         if any(number % size for number in numbers):
             named = " and of ".join(f"model.{whole}={getattr(model, whole)}" for whole in wholes)
@@ -83,6 +91,8 @@ def _sequence_parallel(model: ModelConfig) -> Iterator[str]:
     if model.sequence_parallel != wanted:
         reason = (
             "Megatron-Core trains experts under tensor parallelism together with sequence parallelism only"
+            if model.num_moe_experts
+            else "tensor parallelism goes together with sequence parallelism here"
             if wanted
             else "sequence parallelism splits over the tensor-parallel ranks, and there is one"
         )

@@ -19,6 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from nemo_sspo.config.hf import read_hf_config
 from nemo_sspo.config.keys import is_section, schema_keys, show, suggest, type_name
 from nemo_sspo.config.schema import RunConfig
 from nemo_sspo.config.search import config_dirs, find_config, locate
@@ -27,16 +28,25 @@ from nemo_sspo.errors import UserError
 _ROOT, _DEFAULTS = "_nemo_sspo_root", "_nemo_sspo_defaults"  # names in Hydra's ConfigStore
 
 
-def load_config(config_name: str, overrides: Sequence[str] = (), config_dir: str | Path | None = None) -> RunConfig:
+def load_config(
+    config_name: str,
+    overrides: Sequence[str] = (),
+    config_dir: str | Path | None = None,
+    read_pretrained: bool = True,
+) -> RunConfig:
     """Compose a config by name, apply overrides, and check every key and type against the schema.
+
+    Keys of the model's shape that are at their defaults come from ``pretrained_checkpoint.restore_from_path``.
 
     Args:
         config_name: a file's name without ``.yaml``, searched for as `config_dirs` says.
         overrides: Hydra's syntax; every key of the schema can be set without ``+``, and ``~key`` restores its default.
         config_dir: a folder searched before the others.
+        read_pretrained: False for a config that is already resolved.
 
     Raises:
-        UserError: unknown config, bad YAML, bad override, unknown key, wrong type, missing mandatory value.
+        UserError: unknown config, bad YAML, bad override, unknown key, wrong type, missing mandatory value; a value that
+            is not the pretrained model's.
     """
     folder, name = find_config(config_name, config_dir)
     folders = config_dirs(config_dir)
@@ -47,6 +57,8 @@ def load_config(config_name: str, overrides: Sequence[str] = (), config_dir: str
     folders.remove(folder)
     composed = _compose(folder, name, folders, [_as_hydra(override) for override in parsed])
     values = dict(_leaves(composed, "", source))
+    if read_pretrained:
+        values |= _pretrained_shape(values, source)
     return _to_run_config(values, source)
 
 
@@ -58,7 +70,7 @@ def load_run_config(run_dir: str | Path) -> RunConfig:
     """
     if not (Path(run_dir) / "config.yaml").is_file():
         raise UserError(f"{run_dir}: not a run's folder (it has no config.yaml); give the folder of a finished run")
-    return load_config("config", config_dir=run_dir)
+    return load_config("config", config_dir=run_dir, read_pretrained=False)
 
 
 class _Source:
@@ -156,6 +168,25 @@ def _leaves(node: dict[str, Any], prefix: str, source: _Source) -> Iterator[tupl
                 f"{key}: got {show(value)}, expected a section with keys of its own{source.of(key)}; "
                 "leave it out to keep its defaults"
             )
+
+
+def _pretrained_shape(values: dict[str, Any], source: _Source) -> dict[str, Any]:
+    """What the pretrained model's folder decides. A value that is neither its nor the default contradicts it."""
+    folder = values["pretrained_checkpoint.restore_from_path"]
+    if folder is None:
+        return {}
+    if not isinstance(folder, str):
+        return {}  # its type is refused later
+    defaults = OmegaConf.structured(RunConfig)
+    decided = {f"model.{key}": value for key, value in read_hf_config(folder).items()}
+    for key, value in decided.items():
+        default = "???" if OmegaConf.is_missing(defaults.model, key.split(".")[1]) else OmegaConf.select(defaults, key)
+        if values[key] not in (value, default):
+            raise UserError(
+                f"{key}: got {show(values[key])}{source.of(key)}, but the pretrained model in {folder} has {show(value)}; "
+                "leave it out, or set pretrained_checkpoint.restore_from_path=null"
+            )
+    return decided
 
 
 def _to_run_config(values: dict[str, Any], source: _Source) -> RunConfig:

@@ -75,7 +75,8 @@ RANGES: tuple[tuple[Rule, str, str, str], ...] = (
     (Rule(">= 0 and < 2**31", lambda value: 0 <= value < 2**31), "model", "seed", ""),
     (AT_LEAST_0, "model", "moe_aux_loss_coeff", ""),
     (AT_LEAST_1, "model", "num_layers hidden_size num_attention_heads num_query_groups", ""),
-    (AT_LEAST_1, "model", "num_moe_experts moe_router_topk moe_ffn_hidden_size", ""),
+    (_null_or(AT_LEAST_1), "model", "num_moe_experts", "null is a model without experts"),
+    (_null_or(AT_LEAST_1), "model", "moe_router_topk moe_ffn_hidden_size ffn_hidden_size override_vocab_size", ""),
     (
         Rule("even and >= 2", lambda value: value >= 2 and value % 2 == 0),
         "model",

@@ -17,12 +17,16 @@ _SHAPE_FIELDS = (
     "kv_channels",
     "num_moe_experts",
     "moe_router_topk",
+    "moe_router_pre_softmax",
     "moe_ffn_hidden_size",
+    "ffn_hidden_size",
     "qk_layernorm",
+    "add_qkv_bias",
     "layernorm_epsilon",
     "rotary_base",
     "share_embeddings_and_output_weights",
     "make_vocab_size_divisible_by",
+    "override_vocab_size",
 )
 
 

@@ -238,18 +238,21 @@ class ModelConfig:
     num_attention_heads: int = MISSING
     num_query_groups: int = MISSING
     kv_channels: int = MISSING
-    num_moe_experts: int = MISSING
-    moe_router_topk: int = MISSING
-    moe_ffn_hidden_size: int = MISSING
+    num_moe_experts: int | None = MISSING  # null: no layer has experts
+    moe_router_topk: int | None = None
+    moe_router_pre_softmax: bool = False  # probabilities from the softmax over all experts, not over the chosen ones
+    moe_ffn_hidden_size: int | None = None  # of an expert
+    ffn_hidden_size: int | None = None  # of a layer without experts
     moe_aux_loss_coeff: float = 0.0
     qk_layernorm: bool = True
+    add_qkv_bias: bool = False
     layernorm_epsilon: float = 1e-6
     rotary_base: float = 1_000_000.0
     init_method_std: float = 0.02
     share_embeddings_and_output_weights: bool = False
-    make_vocab_size_divisible_by: int = (
-        8  # the embedding is padded to a multiple; tensor_model_parallel_size divides it
-    )
+    # The embedding's rows are padded to a multiple of this, which tensor_model_parallel_size divides.
+    make_vocab_size_divisible_by: int = 8
+    override_vocab_size: int | None = None  # of a pretrained model: its vocabulary may be larger than the tokenizer's
     encoder_seq_length: int = MISSING  # the context: prompt and response together
     # layout: data parallel is what is left of the world
     tensor_model_parallel_size: int = 1
@@ -274,9 +277,19 @@ class ModelConfig:
 
 
 @dataclass
+class PretrainedConfig:
+    """What training starts from."""
+
+    # A Hugging Face folder (safetensors), or one that `nemo-sspo convert` wrote; null draws weights from model.seed.
+    # Keys of the model's shape that are left at their defaults are read from its config.json.
+    restore_from_path: str | None = None
+
+
+@dataclass
 class RunConfig:
     """A whole run."""
 
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     exp_manager: ExpManagerConfig = field(default_factory=ExpManagerConfig)
+    pretrained_checkpoint: PretrainedConfig = field(default_factory=PretrainedConfig)
     model: ModelConfig = field(default_factory=ModelConfig)

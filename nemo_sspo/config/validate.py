@@ -24,6 +24,14 @@ from nemo_sspo.config.ranges import RANGES
 from nemo_sspo.config.schema import OptimizerConfig, RunConfig
 from nemo_sspo.errors import UserError
 
+_EXPERT_KEYS = ("moe_router_topk", "moe_ffn_hidden_size")
+_WITHOUT_EXPERTS = {
+    "moe_aux_loss_coeff": 0.0,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "grpo.routing_replay.mode": "none",
+}
+
 
 def validate(config: RunConfig, world_size: int) -> None:
     """Refuse a config that cannot train, with the first reason found.
@@ -84,11 +92,22 @@ def _model(config: RunConfig) -> Iterator[str]:
             f"model.num_query_groups: got {model.num_query_groups}, allowed: a divisor of "
             f"model.num_attention_heads={model.num_attention_heads}; each query group serves equally many heads"
         )
-    if model.moe_router_topk > model.num_moe_experts:
-        yield (
-            f"model.moe_router_topk: got {model.moe_router_topk}, allowed: at most "
-            f"model.num_moe_experts={model.num_moe_experts}"
-        )
+    experts = model.num_moe_experts
+    needed, unused = (_EXPERT_KEYS, ("ffn_hidden_size",)) if experts else (("ffn_hidden_size",), _EXPERT_KEYS)
+    because = f"because model.num_moe_experts={show(experts)}: {'every' if experts else 'no'} layer has experts"
+    for name in needed:
+        if getattr(model, name) is None:
+            yield f"model.{name}: got null, allowed: >= 1, {because}"
+    for name in unused:
+        if getattr(model, name) is not None:
+            yield f"model.{name}: got {getattr(model, name)}, allowed: null, {because}"
+    if experts is None:
+        for name, allowed in _WITHOUT_EXPERTS.items():
+            value = _get(config, f"model.{name}")
+            if value != allowed:
+                yield f"model.{name}: got {show(value)}, allowed: {allowed}, {because}"
+    elif model.moe_router_topk and model.moe_router_topk > experts:
+        yield f"model.moe_router_topk: got {model.moe_router_topk}, allowed: at most model.num_moe_experts={experts}"
 
 
 def _batches(config: RunConfig, world_size: int) -> Iterator[str]:

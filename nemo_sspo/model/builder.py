@@ -1,4 +1,4 @@
-"""Megatron-Core's own GPTModel in the shape of Qwen3's mixture-of-experts models."""
+"""Megatron-Core's own GPTModel in the shape of the Qwen2.5 and Qwen3 models, with experts or without."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
+from nemo_sspo.errors import UserError
 from nemo_sspo.model.layers import mark_experts, stage_layers
 from nemo_sspo.model.weights import draw_weights, sharded_weights, shards
 
@@ -25,8 +26,9 @@ _DTYPES = {"32": torch.float32, "bf16": torch.bfloat16}
 def transformer_config(model: ModelConfig, precision: str = "32") -> TransformerConfig:
     """Megatron-Core's configuration of one model.
 
-    RMSNorm before attention and experts, q/k norm, grouped-query attention, SwiGLU experts without bias, and a router
-    in float32 whose probabilities are the softmax over the chosen experts (Qwen3 Technical Report, arXiv 2505.09388).
+    RMSNorm before attention and feed-forward layers, grouped-query attention with q/k norm (Qwen3) or biased
+    projections (Qwen2.5), SwiGLU without bias, and a router in float32 whose probabilities are the softmax over the
+    chosen experts (Qwen3 Technical Report, arXiv 2505.09388).
     Fused kernels that exist only for CUDA are off: `model.precision` and the layer spec decide those.
     """
     megatron_cpu.install()
@@ -37,18 +39,9 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
         num_attention_heads=model.num_attention_heads,
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
-        ffn_hidden_size=model.moe_ffn_hidden_size,
-        moe_ffn_hidden_size=model.moe_ffn_hidden_size,
-        num_moe_experts=model.num_moe_experts,
-        moe_router_topk=model.moe_router_topk,
-        moe_router_pre_softmax=model.moe_router_topk == 1,  # else softmax over the chosen experts
-        moe_router_dtype="fp32",
-        moe_router_load_balancing_type="aux_loss" if model.moe_aux_loss_coeff else "none",
-        moe_aux_loss_coeff=model.moe_aux_loss_coeff,
-        moe_token_dispatcher_type="alltoall",
-        moe_grouped_gemm=False,
-        moe_permute_fusion=False,
+        **_feed_forward(model),
         add_bias_linear=False,
+        add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=True,
         activation_func=torch.nn.functional.silu,
         normalization="RMSNorm",
@@ -82,6 +75,26 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
     )
 
 
+def _feed_forward(model: ModelConfig) -> dict[str, Any]:
+    """The part of Megatron-Core's configuration on experts, or on the feed-forward layers where there are none."""
+    if model.num_moe_experts is None:
+        return {"ffn_hidden_size": model.ffn_hidden_size}
+    return {
+        "ffn_hidden_size": model.moe_ffn_hidden_size,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size,
+        "num_moe_experts": model.num_moe_experts,
+        "moe_router_topk": model.moe_router_topk,
+        # The softmax over one chosen expert is 1, whatever the router says: it could not learn.
+        "moe_router_pre_softmax": model.moe_router_pre_softmax or model.moe_router_topk == 1,
+        "moe_router_dtype": "fp32",
+        "moe_router_load_balancing_type": "aux_loss" if model.moe_aux_loss_coeff else "none",
+        "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+        "moe_token_dispatcher_type": "alltoall",
+        "moe_grouped_gemm": False,
+        "moe_permute_fusion": False,
+    }
+
+
 @dataclass(frozen=True)
 class Policy:
     """This rank's part of the policy: one module a virtual pipeline stage, mostly a single one.
@@ -110,7 +123,12 @@ class Policy:
 
 
 def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, precision: str = "32") -> Policy:
-    """The policy for a tokenizer of `vocab_size` ids, with weights drawn from ``model.seed``, alike in any layout."""
+    """The policy for a tokenizer of `vocab_size` ids, with weights drawn from ``model.seed``, alike in any layout.
+
+    Raises:
+        UserError: ``model.override_vocab_size`` is smaller than the tokenizer's vocabulary.
+    """
+    vocab_size = _vocabulary(model, vocab_size)
     config = transformer_config(model, precision)
     model_parallel_cuda_manual_seed(
         model.seed,
@@ -122,8 +140,19 @@ def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollect
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = [_chunk(model, config, vocab_size, groups, stage) for stage in (range(virtual) if virtual else [None])]
     mark_experts(chunks, groups)
-    draw_weights(chunks, groups, model.seed)
+    if not any(parameter.is_meta for parameter in chunks[0].parameters()):
+        draw_weights(chunks, groups, model.seed)
     return Policy(chunks, vocab_size, groups)
+
+
+def _vocabulary(model: ModelConfig, tokenizer_size: int) -> int:
+    override = model.override_vocab_size
+    if override is not None and override < tokenizer_size:
+        raise UserError(
+            f"model.override_vocab_size: got {override}, allowed: null or at least the {tokenizer_size} ids of the "
+            "tokenizer; take the tokenizer that belongs to the model"
+        )
+    return override or tokenizer_size
 
 
 def padded_vocab_size(model: ModelConfig, vocab_size: int) -> int:

@@ -43,7 +43,7 @@ def draw_weights(chunks: Sequence[GPTModel], groups: ProcessGroupCollection, see
     """Fresh weights, each drawn whole from ``(seed, name)`` and cut to what this rank holds.
 
     Normal with ``init_method_std``, over ``sqrt(2 L)`` for the projections back into the residual stream, as
-    Megatron-Core does it; norms are 1.
+    Megatron-Core does it; norms are 1, biases 0.
     """
     config = chunks[0].config
     with torch.no_grad():
@@ -51,7 +51,7 @@ def draw_weights(chunks: Sequence[GPTModel], groups: ProcessGroupCollection, see
             weight = shard.data
             assert weight is not None
             if weight.dim() == 1:
-                weight.fill_(1.0)
+                weight.fill_(0.0 if shard.key.endswith(".bias") else 1.0)
                 continue
             back = any(name in shard.key for name in ("linear_proj", "linear_fc2"))
             initialise = config.output_layer_init_method if back else config.init_method

@@ -85,8 +85,8 @@ class TestBadOverrides:
             ("+model.grpo.objective.gaet=siglog", "did you mean model.grpo.objective.gate?"),
             ("~model.data.syntetic", "did you mean model.data.synthetic?"),
             ("model.optim={lr: 1, bets: [0.9, 0.9]}", "did you mean model.optim.betas?"),
-            ("=1", "the top level has: trainer, exp_manager, model"),
-            ("xyz=1", "the top level has: trainer, exp_manager, model"),
+            ("=1", "the top level has: trainer, exp_manager, pretrained_checkpoint, model"),
+            ("xyz=1", "the top level has: trainer, exp_manager, pretrained_checkpoint, model"),
         ],
     )
     def test_unknown_key(self, override, meant):

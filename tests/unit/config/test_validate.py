@@ -53,6 +53,13 @@ def test_the_tiny_config_is_valid(bend, world_size):
     validate(bend(), world_size)
 
 
+DENSE = {
+    "model__num_moe_experts": None,
+    "model__moe_router_topk": None,
+    "model__moe_ffn_hidden_size": None,
+    "model__ffn_hidden_size": 128,
+}
+
 OUT_OF_RANGE = [
     ("trainer__num_nodes", 0, ">= 1"),
     ("trainer__devices", 0, ">= 1"),
@@ -89,9 +96,12 @@ OUT_OF_RANGE = [
     ("model__hidden_size", 0, ">= 1"),
     ("model__num_attention_heads", 0, ">= 1"),
     ("model__num_query_groups", 0, ">= 1"),
-    ("model__num_moe_experts", 0, ">= 1"),
-    ("model__moe_router_topk", 0, ">= 1"),
-    ("model__moe_ffn_hidden_size", 0, ">= 1"),
+    ("model__num_moe_experts", 0, "null or >= 1"),
+    ("model__moe_router_topk", 0, "null or >= 1"),
+    ("model__moe_ffn_hidden_size", 0, "null or >= 1"),
+    ("model__ffn_hidden_size", 0, "null or >= 1"),
+    ("model__override_vocab_size", 0, "null or >= 1"),
+    ("model__grpo__routing_replay__mode", "r2", "none or R2 or R3"),
     ("model__kv_channels", 31, "even and >= 2"),
     ("model__kv_channels", 0, "even and >= 2"),
     ("model__layernorm_epsilon", 0.0, "> 0"),
@@ -199,6 +209,36 @@ def test_not_finite_in_a_list(bend):
         (
             {"model__moe_router_topk": 9},
             "model.moe_router_topk: got 9, allowed: at most model.num_moe_experts=8",
+            "",
+        ),
+        (
+            {"model__moe_router_topk": None},
+            "model.moe_router_topk: got null, allowed: >= 1, because model.num_moe_experts=8",
+            "every layer has experts",
+        ),
+        (
+            {"model__ffn_hidden_size": 64},
+            "model.ffn_hidden_size: got 64, allowed: null, because model.num_moe_experts=8",
+            "every layer has experts",
+        ),
+        (
+            DENSE | {"model__ffn_hidden_size": None},
+            "model.ffn_hidden_size: got null, allowed: >= 1, because model.num_moe_experts=null",
+            "no layer has experts",
+        ),
+        (
+            DENSE | {"model__moe_ffn_hidden_size": 64},
+            "model.moe_ffn_hidden_size: got 64, allowed: null, because model.num_moe_experts=null",
+            "",
+        ),
+        (
+            DENSE | {"model__expert_model_parallel_size": 2},
+            "model.expert_model_parallel_size: got 2, allowed: 1, because model.num_moe_experts=null",
+            "",
+        ),
+        (
+            DENSE | {"model__grpo__routing_replay__mode": "R2"},
+            "model.grpo.routing_replay.mode: got 'R2', allowed: none, because model.num_moe_experts=null",
             "",
         ),
         (
