@@ -1,4 +1,4 @@
-"""The command line: ``nemo-sspo train | eval | report | gates``.
+"""The command line: ``nemo-sspo train | eval | convert | report | gates``.
 
 Arguments and config are checked before torch is imported, so that ``--help`` and a misspelt key answer at once.
 Exit status: 0 done, 1 failed (with a traceback), 2 wrong usage or input (one line), 75 stopped on a signal and
@@ -33,6 +33,16 @@ _EVAL_EXAMPLES = """\
 examples:
   nemo-sspo eval --run results/tiny_moe_cpu
   nemo-sspo eval --run results/tiny_moe_cpu --checkpoint step_000100 --split validation --samples 8
+"""
+
+_CONVERT_EXAMPLES = """\
+examples:
+  nemo-sspo convert hf-to-megatron Qwen3-30B-A3B qwen3_megatron
+  nemo-sspo convert megatron-to-hf results/tiny_moe_cpu exported
+  torchrun --nproc-per-node 8 -m nemo_sspo convert hf-to-megatron Qwen3-30B-A3B qwen3_megatron \\
+      model.expert_model_parallel_size=8
+
+pretrained_checkpoint.restore_from_path takes either kind of folder. An export that was killed goes on when repeated.
 """
 
 _REPORT_EXAMPLES = """\
@@ -93,6 +103,15 @@ def _eval(arguments: argparse.Namespace) -> int:
     from nemo_sspo.training.evaluate import run_evaluation
 
     return run_evaluation(arguments.run, arguments.checkpoint, arguments.split, arguments.samples)
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    if not arguments.source.is_dir():
+        raise UserError(f"SRC: {arguments.source} is not a folder; see nemo-sspo convert {arguments.direction} --help")
+    from nemo_sspo.training import convert
+
+    run = convert.hf_to_megatron if arguments.direction == "hf-to-megatron" else convert.megatron_to_hf
+    return run(arguments.source, arguments.target, arguments.overrides)
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -168,6 +187,13 @@ def _parser() -> argparse.ArgumentParser:
         help="also answer every problem N times at the run's temperature (default: 0)",
     )
     evaluate.set_defaults(handler=_eval)
+
+    convert = _command(commands, "convert", "convert weights from and to Hugging Face folders", _CONVERT_EXAMPLES)
+    convert.add_argument("direction", choices=("hf-to-megatron", "megatron-to-hf"))
+    convert.add_argument("source", type=Path, metavar="SRC", help="a Hugging Face folder; or a run, a checkpoint in it")
+    convert.add_argument("target", type=Path, metavar="DST", help="a folder that does not hold a model yet")
+    convert.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="layout keys, for several processes")
+    convert.set_defaults(handler=_convert)
 
     report = _command(commands, "report", "write a run's report.html, or compare several runs", _REPORT_EXAMPLES)
     report.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="a run's folder")

@@ -13,6 +13,7 @@ Why, one by one:
   code those constants become the CPU's.
 * the distributed optimizer gathers its state for a checkpoint with ``tensor.cuda()``, and expects the optimizers of
   Apex or Transformer Engine when it loads one: PyTorch's Adam has a step count in the state of each parameter.
+* pipeline stages that share the embedding bring it to the GPU with ``tensor.cuda()`` before they agree on it.
 * the token dispatcher gives the splits of an all-to-all as tensors; gloo wants numbers.
 * with expert-tensor parallelism it gathers parts of different sizes; NCCL takes them, gloo does not.
 * without Transformer Engine, `moe_utils.py` never defines ``te_general_gemm`` but reads it in the router's forward.
@@ -168,7 +169,7 @@ def _keep_step(set_states: Any) -> Any:
     return with_step
 
 
-def _gather_on_cpu(function: Any) -> None:
+def _stay_on_cpu(function: Any) -> None:
     """Let `function` call ``tensor.cpu()`` and ``torch.cpu.current_device()`` where it names ``cuda``."""
     names = tuple("cpu" if name == "cuda" else name for name in function.__code__.co_names)
     function.__code__ = function.__code__.replace(co_names=names)
@@ -203,6 +204,7 @@ def install() -> bool:
     """
     if torch.cuda.is_available():
         return False
+    import megatron.core.models.common.language_module.language_module as language_module
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
     import megatron.core.optimizer.optimizer as optimizer
@@ -222,7 +224,8 @@ def install() -> bool:
     for module in (clip_grads, distrib_optimizer, optimizer):
         _expect_cpu_tensors(module)
     distributed: Any = distrib_optimizer.DistributedOptimizer
-    _gather_on_cpu(distributed.get_parameter_state_dp_zero)
+    _stay_on_cpu(distributed.get_parameter_state_dp_zero)
+    _stay_on_cpu(language_module.LanguageModule.setup_embeddings_and_output_layer)
     if not hasattr(distributed._set_main_param_and_optimizer_states, "__wrapped__"):
         setter = distributed._set_main_param_and_optimizer_states
         distributed._set_main_param_and_optimizer_states = _keep_step(setter)

@@ -45,8 +45,8 @@ def load_config(
         read_pretrained: False for a config that is already resolved.
 
     Raises:
-        UserError: unknown config, bad YAML, bad override, unknown key, wrong type, missing mandatory value; a value that
-            is not the pretrained model's.
+        UserError: unknown config, bad YAML, bad override, unknown key, wrong type, missing mandatory value; a value
+            that is not the pretrained model's.
     """
     folder, name = find_config(config_name, config_dir)
     folders = config_dirs(config_dir)
@@ -183,7 +183,7 @@ def _pretrained_shape(values: dict[str, Any], source: _Source) -> dict[str, Any]
         default = "???" if OmegaConf.is_missing(defaults.model, key.split(".")[1]) else OmegaConf.select(defaults, key)
         if values[key] not in (value, default):
             raise UserError(
-                f"{key}: got {show(values[key])}{source.of(key)}, but the pretrained model in {folder} has {show(value)}; "
+                f"{key}: got {show(values[key])}{source.of(key)}, but the model in {folder} has {show(value)}; "
                 "leave it out, or set pretrained_checkpoint.restore_from_path=null"
             )
     return decided

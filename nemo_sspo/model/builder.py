@@ -122,8 +122,12 @@ class Policy:
         return sharded_weights(self.chunks, self.groups)
 
 
-def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, precision: str = "32") -> Policy:
+def build_model(
+    model: ModelConfig, vocab_size: int, groups: ProcessGroupCollection, precision: str = "32", draw: bool = True
+) -> Policy:
     """The policy for a tokenizer of `vocab_size` ids, with weights drawn from ``model.seed``, alike in any layout.
+
+    With `draw` False the weights are whatever was in memory: for one that is filled next.
 
     Raises:
         UserError: ``model.override_vocab_size`` is smaller than the tokenizer's vocabulary.
@@ -140,7 +144,7 @@ def build_model(model: ModelConfig, vocab_size: int, groups: ProcessGroupCollect
     virtual = config.virtual_pipeline_model_parallel_size
     chunks = [_chunk(model, config, vocab_size, groups, stage) for stage in (range(virtual) if virtual else [None])]
     mark_experts(chunks, groups)
-    if not any(parameter.is_meta for parameter in chunks[0].parameters()):
+    if draw:
         draw_weights(chunks, groups, model.seed)
     return Policy(chunks, vocab_size, groups)
 

@@ -30,6 +30,7 @@ from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
 from nemo_sspo.routing import RoutingReplay
 from nemo_sspo.training.actor import Actor
+from nemo_sspo.training.convert import load_pretrained
 from nemo_sspo.training.distributed import process_groups
 from nemo_sspo.training.recorder import VALIDATION, RunRecorder
 from nemo_sspo.training.stop import EXIT_RESUMABLE, stop_on_signals
@@ -78,6 +79,8 @@ def run_training(config: RunConfig) -> int:
         groups = stack.enter_context(process_groups(config.model))
         checkpoint = find_whole(run_dir / "checkpoints")
         actor, engine = build_policy(config, tokenizer, groups)
+        if checkpoint is None and config.pretrained_checkpoint.restore_from_path is not None:
+            load_pretrained(actor.policy, Path(config.pretrained_checkpoint.restore_from_path), config.model)
         recorder = on_rank_zero(lambda: open_recorder(config, run_dir))
         count = parameter_count(actor.policy)
         if recorder is not None:

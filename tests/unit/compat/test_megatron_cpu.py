@@ -159,6 +159,7 @@ def test_the_patched_version_is_the_installed_one():
     ("module", "pattern"),
     [
         ("megatron.core.pipeline_parallel.schedules", r'device="cuda"'),
+        ("megatron.core.models.common.language_module.language_module", r"weight\.data = weight\.data\.cuda\(\)"),
         ("megatron.core.distributed.param_and_grad_buffer", r"torch\.cuda\.current_device\(\)"),
         ("megatron.core.tensor_parallel.random", r"torch\.cuda\.manual_seed\("),
         ("megatron.core.optimizer.clip_grads", r"'torch\.cuda\.FloatTensor'"),
