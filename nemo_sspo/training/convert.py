@@ -45,14 +45,14 @@ def hf_to_megatron(source: Path, target: Path, overrides: Sequence[str] = ()) ->
     """
     model, precision = _model_of(source, overrides)
     with process_groups(model) as groups:
-        on_rank_zero(lambda: _begin(source, target))
+        on_rank_zero(lambda: _check_free(target))
         policy = build_model(model, 0, groups, precision, draw=False)
         with bar(f"reading {source.name}") as progress:
             load_hf_weights(policy, source, progress)
         checkpoint = Checkpoint(target, Position(), "grpo", shape_fields(model), optimizer_steps=0)
         saver = CheckpointSaver(target / CHECKPOINTS, CheckpointConfig(on_error="stop", monitor=None), note)
         saver.save(checkpoint, policy, None, None)
-        on_rank_zero(lambda: shutil.copyfile(source / "config.json", target / "config.json"))
+        on_rank_zero(lambda: _copy_rest(source, target))
     return 0
 
 
@@ -157,8 +157,11 @@ def _shape_in(found: Checkpoint, model: ModelConfig) -> dict[str, Any]:
     return shape_fields(model) | tokenizer
 
 
-def _begin(source: Path, target: Path) -> None:
+def _check_free(target: Path) -> None:
     if (target / "config.json").exists():
-        raise UserError(f"{target}: holds a converted model already; choose another folder, or delete it")
-    target.mkdir(parents=True, exist_ok=True)
+        raise UserError(f"{target}: holds a model already; choose another folder, or delete it")
+
+
+def _copy_rest(source: Path, target: Path) -> None:
     copy_tokenizer(source, target)
+    shutil.copyfile(source / "config.json", target / "config.json")  # last: it says that all is there

@@ -36,10 +36,12 @@ def run_evaluation(run_dir: Path, checkpoint: str | None, split: str, samples: i
     tokenizer, datasets = load_data(config)
     problems = getattr(datasets, split)
     grpo = config.model.grpo
-    sampling = sampling_params(tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature)
     with process_groups(config.model) as groups:
         found = _checkpoint(run_dir, checkpoint)
         actor, engine = build_policy(config, tokenizer, groups)
+        sampling = sampling_params(
+            tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature, actor.policy.vocab_size
+        )
         load_weights(found, actor.policy, shape_fields(config.model))
         result = validate(engine, problems, tokenizer, sampling, groups.dp_cp, config.model.seed)
         right = torch.zeros(samples, len(problems))

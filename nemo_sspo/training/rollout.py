@@ -43,9 +43,13 @@ class Rollout(ResponseBatch):
     reference_logprobs: Tensor | None = field(default=None, metadata=RESPONSE)  # [B, T], with a divergence in the loss
 
 
-def sampling_params(tokenizer: Tokenizer, max_tokens: int, temperature: float) -> SamplingParams:
-    """How responses to this tokenizer's prompts are sampled: up to its end token, and never padding."""
-    return SamplingParams(max_tokens, temperature, stop_id=tokenizer.eos_id, forbidden_ids=(tokenizer.pad_id,))
+def sampling_params(tokenizer: Tokenizer, max_tokens: int, temperature: float, vocab_size: int = 0) -> SamplingParams:
+    """How responses to this tokenizer's prompts are sampled: up to its end token, and never padding.
+
+    Nor ids that a model of `vocab_size` has beyond the tokenizer's: no text belongs to them.
+    """
+    forbidden = (tokenizer.pad_id, *range(tokenizer.vocab_size, vocab_size))
+    return SamplingParams(max_tokens, temperature, stop_id=tokenizer.eos_id, forbidden_ids=forbidden)
 
 
 def collect_rollout(

@@ -72,7 +72,12 @@ class Trainer:
         grpo = self.config.model.grpo
         # Inputs that are not finite end in a loss that is not, which skips the step on every rank alike.
         self.objective = build_objective(vars(grpo.objective) | {"check_finite": False})
-        self.sampling = sampling_params(self.tokenizer, grpo.length_params.max_length, grpo.sampling_params.temperature)
+        self.sampling = sampling_params(
+            self.tokenizer,
+            grpo.length_params.max_length,
+            grpo.sampling_params.temperature,
+            self.actor.policy.vocab_size,
+        )
         if grpo.routing_replay.mode == "R3" and not self.engine.returns_routes:
             raise UserError(
                 f"model.grpo.routing_replay.mode: got R3, but {type(self.engine).__name__} can't tell which experts it "

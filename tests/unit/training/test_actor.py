@@ -75,7 +75,7 @@ def test_logprobs_token_by_token_against_the_models_softmax(groups, temperature,
         table = (logits[0, :, :vocab].double() / temperature).log_softmax(-1)
         for t, token in enumerate(response):
             position = len(prompt) + t - 1
-            assert logprobs[row, t].item() == pytest.approx(table[position, token].item(), abs=1e-6)
+            assert logprobs[row, t].item() == pytest.approx(table[position, token].item(), rel=1e-6, abs=1e-6)
             expected = -(table[position].exp() * table[position]).sum().item()
             assert entropy[row, t].item() == pytest.approx(expected, abs=1e-6)
     assert logprobs[1, 1:].tolist() == [0, 0]  # padding
