@@ -16,7 +16,7 @@ FAST := $(wildcard tests/unit tests/numerics tests/integration tests/gpu)
 SCRIPTS := .ci/run $(wildcard slurm/*.sub)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-distributed test-slow lint bench clean
+.PHONY: help setup train test test-distributed test-slow test-slurm lint bench clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/\1\t\2/p' Makefile | while IFS="$$(printf '\t')" read -r target text; do \
@@ -45,6 +45,16 @@ test-distributed: setup ## tests that start several processes
 
 test-slow: setup ## whole runs, builds and everything else that `make test` leaves out
 	$(PYTEST) -m "slow or distributed" $(FAST) $(PYTEST_ARGS)
+
+test-slurm: setup ## slurm/sspo_moe.sub on a real Slurm of one node; as root, installs slurm-wlm and munge if missing
+	@export PATH="$$PATH:/usr/sbin"; if ! { command -v slurmctld && command -v slurmd && command -v munged; } >/dev/null; then \
+		if [ "$$(id -u)" != 0 ] || ! command -v apt-get >/dev/null; then \
+			echo "make test-slurm: needs Slurm and munge; on Debian, as root: apt-get install slurm-wlm munge" >&2; exit 2; \
+		fi; \
+		apt-get update -qq && DEBIAN_FRONTEND=noninteractive \
+			apt-get install -qq -y --no-install-recommends slurm-wlm munge; \
+	fi
+	$(PYTEST) tests/slurm $(PYTEST_ARGS)
 
 lint: setup ## ruff, pyright, import-linter, shellcheck
 	$(BIN)/ruff check .

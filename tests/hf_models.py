@@ -28,13 +28,13 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def make_model(name: str) -> Any:
+def make_model(name: str, **sizes: Any) -> Any:
     """The model `name` of `MODELS`, float32, seeded; its biases and norms are random, too."""
     import transformers
 
     kind, options = MODELS[name]
     torch.manual_seed(0)
-    config = getattr(transformers, f"{kind}Config")(**SIZES, **options)
+    config = getattr(transformers, f"{kind}Config")(**(SIZES | options | sizes))
     model = getattr(transformers, f"{kind}ForCausalLM")(config).float().eval()
     for key, parameter in model.named_parameters():
         if parameter.dim() == 1:
@@ -42,7 +42,7 @@ def make_model(name: str) -> Any:
     return model
 
 
-def save_model(name: str, folder: Path) -> Path:
+def save_model(name: str, folder: Path, **sizes: Any) -> Path:
     """`make_model` as `save_pretrained` writes it."""
-    make_model(name).save_pretrained(folder)
+    make_model(name, **sizes).save_pretrained(folder)
     return folder
