@@ -1,4 +1,4 @@
-"""The command line: ``nemo-sspo train | eval | convert | report | gates``.
+"""The command line: ``nemo-sspo train | eval | convert | plan | report | gates``.
 
 Arguments and config are checked before torch is imported, so that ``--help`` and a misspelt key answer at once.
 Exit status: 0 done, 1 failed (with a traceback), 2 wrong usage or input (one line), 75 stopped on a signal and
@@ -25,6 +25,7 @@ examples:
   nemo-sspo train --config-name tiny_moe_cpu model.seed=2 exp_manager.explicit_log_dir=results/seed_2
   nemo-sspo train --config-name tiny_moe_cpu model.data.data_prefix.train=[problems.jsonl]
   torchrun --nproc-per-node 2 -m nemo_sspo train --config-name tiny_moe_cpu
+  nemo-sspo train --config-name qwen3_30b_a3b_sspo --dry-run
 
 The same command again resumes the run in exp_manager.explicit_log_dir from its newest checkpoint.
 """
@@ -67,7 +68,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if arguments.command is None:
             parser.print_help()
             return 2
-        if arguments.command == "train":  # argparse leaves overrides that follow an option over
+        if arguments.command in ("train", "convert", "plan"):  # argparse leaves overrides that follow an option over
             arguments.overrides += [text for text in extra if not text.startswith("-")]
             extra = [text for text in extra if text.startswith("-")]
         if extra:
@@ -87,6 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _train(arguments: argparse.Namespace) -> int:
     from nemo_sspo.config import load_config, validate
 
+    if arguments.dry_run:
+        config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir, read_pretrained=None)
+        size = _world_size() if "WORLD_SIZE" in os.environ else config.trainer.num_nodes * config.trainer.devices
+        validate(config, size)
+        from nemo_sspo.plan.dry_run import describe
+
+        print(describe(config, size))
+        return 0
     config = load_config(arguments.config_name, arguments.overrides, arguments.config_dir)
     validate(config, _world_size())
     from nemo_sspo.training.run import run_training
@@ -172,6 +181,9 @@ def _parser() -> argparse.ArgumentParser:
     train = _command(commands, "train", "train a model; resumes the run it finds", _TRAIN_EXAMPLES)
     train.add_argument("--config-name", required=True, metavar="NAME", help="a config's file name without .yaml")
     train.add_argument("--config-dir", type=Path, metavar="DIR", help="searched before ./conf and the package's conf")
+    train.add_argument(
+        "--dry-run", action="store_true", help="check the config, print the layout and what it needs, and stop"
+    )
     train.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="config overrides in Hydra's syntax")
     train.set_defaults(handler=_train)
 
@@ -194,6 +206,12 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("target", type=Path, metavar="DST", help="a folder that does not hold a model yet")
     convert.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="layout keys, for several processes")
     convert.set_defaults(handler=_convert)
+
+    from nemo_sspo.plan import command as plan_command
+
+    plan = _command(commands, "plan", "list the layouts that fit a number of GPUs, best first", plan_command.EXAMPLES)
+    plan_command.add_arguments(plan)
+    plan.set_defaults(handler=plan_command.run)
 
     report = _command(commands, "report", "write a run's report.html, or compare several runs", _REPORT_EXAMPLES)
     report.add_argument("runs", nargs="+", type=Path, metavar="DIR", help="a run's folder")

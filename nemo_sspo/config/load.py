@@ -32,7 +32,7 @@ def load_config(
     config_name: str,
     overrides: Sequence[str] = (),
     config_dir: str | Path | None = None,
-    read_pretrained: bool = True,
+    read_pretrained: bool | None = True,
 ) -> RunConfig:
     """Compose a config by name, apply overrides, and check every key and type against the schema.
 
@@ -42,7 +42,7 @@ def load_config(
         config_name: a file's name without ``.yaml``, searched for as `config_dirs` says.
         overrides: Hydra's syntax; every key of the schema can be set without ``+``, and ``~key`` restores its default.
         config_dir: a folder searched before the others.
-        read_pretrained: False for a config that is already resolved.
+        read_pretrained: False for a config that is already resolved; None: if the folder is there.
 
     Raises:
         UserError: unknown config, bad YAML, bad override, unknown key, wrong type, missing mandatory value; a value
@@ -57,8 +57,8 @@ def load_config(
     folders.remove(folder)
     composed = _compose(folder, name, folders, [_as_hydra(override) for override in parsed])
     values = dict(_leaves(composed, "", source))
-    if read_pretrained:
-        values |= _pretrained_shape(values, source)
+    if read_pretrained is not False:
+        values |= _pretrained_shape(values, source, must_exist=bool(read_pretrained))
     return _to_run_config(values, source)
 
 
@@ -170,13 +170,15 @@ def _leaves(node: dict[str, Any], prefix: str, source: _Source) -> Iterator[tupl
             )
 
 
-def _pretrained_shape(values: dict[str, Any], source: _Source) -> dict[str, Any]:
+def _pretrained_shape(values: dict[str, Any], source: _Source, must_exist: bool) -> dict[str, Any]:
     """What the pretrained model's folder decides. A value that is neither its nor the default contradicts it."""
     folder = values["pretrained_checkpoint.restore_from_path"]
     if folder is None:
         return {}
     if not isinstance(folder, str):
         return {}  # its type is refused later
+    if not must_exist and not Path(folder).is_dir():
+        return {}
     defaults = OmegaConf.structured(RunConfig)
     decided = {f"model.{key}": value for key, value in read_hf_config(folder).items()}
     for key, value in decided.items():

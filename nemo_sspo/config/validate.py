@@ -60,6 +60,11 @@ def validate(config: RunConfig, world_size: int) -> None:
     _objective(config)
 
 
+def shape_complaints(config: RunConfig) -> Iterator[str]:
+    """What is wrong with single values and with the model, whatever it runs on."""
+    return chain(_ranges(config), _model(config))
+
+
 def _finite(config: RunConfig) -> Iterator[str]:
     def floats(node: Any, key: str) -> Iterator[tuple[str, float]]:
         if dataclasses.is_dataclass(node):

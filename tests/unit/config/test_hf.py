@@ -153,7 +153,5 @@ def test_a_run_takes_its_shape_from_the_pretrained_model(tmp_path):
     )
     model = load_config("own", config_dir=tmp_path).model
     assert {key: getattr(model, key) for key in SHAPE} == SHAPE
-    with pytest.raises(
-        UserError, match=r"model\.num_layers: got 3 \(from the override .*, but the model"
-    ):
+    with pytest.raises(UserError, match=r"model\.num_layers: got 3 \(from the override .*, but the model"):
         load_config("own", ["model.num_layers=3"], tmp_path)
