@@ -140,7 +140,9 @@ class TestBadOverrides:
 class TestFiles:
     def test_unknown_name_lists_those_that_exist(self, write):
         message = error(name="tiny", config_dir=write("", "other.yaml"))
-        assert message.startswith("--config-name: no config named 'tiny'; those that exist: other, qwen3_30b_a3b_sspo, tiny_moe_cpu (")
+        assert message.startswith(
+            "--config-name: no config named 'tiny'; those that exist: other, qwen3_30b_a3b_sspo, tiny_moe_cpu ("
+        )
 
     def test_config_dir_comes_first(self, write):
         folder = write("", "tiny_moe_cpu.yaml", base="tiny_moe_cpu.yaml")
