@@ -26,6 +26,7 @@ from nemo_sspo.errors import UserError
 from nemo_sspo.generation.native import NativeEngine
 from nemo_sspo.model import build_model, parameter_count
 from nemo_sspo.parallel.ranks import on_rank_zero, rank, world_size
+from nemo_sspo.plan import memory_warning
 from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
 from nemo_sspo.routing import RoutingReplay
@@ -73,6 +74,7 @@ def run_training(config: RunConfig) -> int:
     run_dir = Path(config.exp_manager.explicit_log_dir)
     tokenizer, datasets = load_data(config)
     _check_data(config, datasets)
+    _warn_of_memory(config, tokenizer)
     check_continues(config, run_dir)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
@@ -228,6 +230,16 @@ def _check_data(config: RunConfig, datasets: Datasets) -> None:
         )
     if notes and rank() == 0:
         print(f"Note: {notes}")
+
+
+def _warn_of_memory(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Say before a model is built that its layout looks too large for the GPU."""
+    if not torch.cuda.is_available() or rank() != 0:
+        return
+    held = torch.cuda.get_device_properties(0).total_memory
+    warning = memory_warning(config, world_size(), held, tokenizer.vocab_size)
+    if warning is not None:
+        print(f"Note: {warning}", flush=True)
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

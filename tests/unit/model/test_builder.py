@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from nemo_sspo.config.load import load_config
 from nemo_sspo.model import (
     Policy,
     build_model,
@@ -180,3 +181,14 @@ def test_a_later_token_does_not_move_an_earlier_output(policy):
         after = model(tokens, positions, None)
     torch.testing.assert_close(before[:, :3], after[:, :3], atol=1e-6, rtol=1e-6)
     assert not torch.allclose(before[:, 3], after[:, 3])
+
+
+@pytest.mark.slow
+def test_qwen3_30b_a3b_has_its_published_number_of_parameters(groups):
+    """The real shape, built without memory for it."""
+    one = [f"model.{key}_parallel_size=1" for key in ("tensor_model", "pipeline_model", "expert_model")]
+    config = load_config("qwen3_30b_a3b_sspo", [*one, "model.sequence_parallel=false"], read_pretrained=None)
+    with torch.device("meta"):
+        policy = build_model(config.model, 0, groups, "bf16", draw=False)
+    assert sum(parameter.numel() for parameter in policy.chunks[0].parameters()) == 30_532_122_624
+    assert all(parameter.is_meta for parameter in policy.chunks[0].parameters())
