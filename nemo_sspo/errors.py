@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 
 class UserError(ValueError):
     """A mistake in what the user gave: a key, a file, a value.
@@ -11,6 +13,12 @@ class UserError(ValueError):
     """
 
     status = 2
+
+
+def some(names: Sequence[str]) -> str:
+    """The first few names and how many more there are, with their verb: ``a is``, ``a, b, c and 5 more are``."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
 
 
 class RunError(UserError):

@@ -81,6 +81,12 @@ def export_hf(
     on_rank_zero(lambda: _finish(folder, files, total, config, tokenizer))
 
 
+def check_free(folder: Path) -> None:
+    """UserError if `folder` holds a model."""
+    if (folder / "config.json").exists():
+        raise UserError(f"{folder}: holds a model already; choose another folder, or delete it")
+
+
 def copy_tokenizer(source: Path, folder: Path) -> None:
     """Copy what a tokenizer is made of."""
     for pattern in _COPIED:
@@ -103,9 +109,8 @@ def _plan(sizes: dict[str, int], shard_bytes: int) -> dict[str, list[str]]:
 
 
 def _begin(folder: Path, source: str) -> None:
+    check_free(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    if (folder / "config.json").exists():
-        raise UserError(f"{folder}: holds a model already; choose another folder, or delete it")
     mark = folder / _MARK
     if mark.exists() and json.loads(mark.read_text())["source"] != source:
         raise UserError(f"{folder}: holds an unfinished export of another model; choose another folder, or delete it")

@@ -20,7 +20,7 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_sspo.checkpoint.folder import SHARDS, Checkpoint
-from nemo_sspo.errors import UserError
+from nemo_sspo.errors import UserError, some
 from nemo_sspo.model import Policy
 from nemo_sspo.model.weights import shards
 from nemo_sspo.parallel.ranks import world
@@ -149,10 +149,10 @@ def _load(checkpoint: Checkpoint, wanted: dict[str, Any], ignore: str | None) ->
     asked = set(all_gather_list([shard.key for shard in shards(wanted)], world()))
     left_over = sorted(key for key in stored - asked if ignore is None or not key.startswith(ignore))
     if left_over:
-        raise UserError(f"{folder}: {_some(left_over)} in the checkpoint, but not in this model or optimizer")
+        raise UserError(f"{folder}: {some(left_over)} in the checkpoint, but not in this model or optimizer")
     if asked - stored:
         missing = sorted(asked - stored)
-        raise UserError(f"{folder}: {_some(missing)} in this model or optimizer, but not in the checkpoint")
+        raise UserError(f"{folder}: {some(missing)} in this model or optimizer, but not in the checkpoint")
     return _read(folder, lambda: dist_checkpointing.load(wanted, str(folder), validate_access_integrity=False))
 
 
@@ -167,8 +167,3 @@ def _read(folder: Path, action: Callable[[], Any]) -> Any:
         raise UserError(
             f"{folder}: can't be read ({why}); delete that checkpoint folder to use the one before"
         ) from error
-
-
-def _some(names: list[str]) -> str:
-    shown = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
-    return f"{shown} {'is' if len(names) == 1 else 'are'}"

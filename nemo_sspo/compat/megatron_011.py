@@ -11,7 +11,7 @@ When it can go: with the support of NeMo 2.2.
 
 from __future__ import annotations
 
-from nemo_sspo.compat.megatron_cpu import _Proxy  # isort: skip  (before Megatron-Core is imported)
+from nemo_sspo.compat.megatron_cpu import Proxy  # isort: skip  (before Megatron-Core is imported)
 
 import functools
 from collections.abc import Iterator
@@ -56,7 +56,7 @@ def _asked(choose: Any) -> Iterator[None]:
     def group_limited_topk(scores: Tensor, **sizes: Any) -> tuple[Tensor, Tensor]:
         return ask(scores, lambda scores: groups(scores=scores, **sizes))
 
-    with _names(_Proxy(torch, topk=topk), group_limited_topk):
+    with _names(Proxy(torch, topk=topk), group_limited_topk):
         yield
 
 

@@ -67,7 +67,7 @@ class _NullStream:
     def __exit__(self, *exc: object) -> None: ...
 
 
-class _Proxy(ModuleType):
+class Proxy(ModuleType):
     """A module whose names are those of another, but for the ones that are set on it."""
 
     def __init__(self, target: ModuleType, **names: Any) -> None:
@@ -90,13 +90,13 @@ def _on_cpu(factory: Any) -> Any:
     return redirected
 
 
-def _cuda_proxy() -> _Proxy:
+def _cuda_proxy() -> Proxy:
     stream = _NullStream()
     rng_state = {
         "get_rng_state": lambda *args, **kwargs: torch.get_rng_state(),
         "set_rng_state": lambda state, *args, **kwargs: torch.set_rng_state(state),
     }
-    return _Proxy(
+    return Proxy(
         torch.cuda,
         current_device=lambda: _CPU,
         synchronize=lambda *args, **kwargs: None,
@@ -107,19 +107,19 @@ def _cuda_proxy() -> _Proxy:
         default_stream=lambda *args, **kwargs: stream,
         stream=lambda *args, **kwargs: contextlib.nullcontext(),
         manual_seed=torch.manual_seed,
-        random=_Proxy(torch.cuda.random, **rng_state),
+        random=Proxy(torch.cuda.random, **rng_state),
         **rng_state,
     )
 
 
-def _torch_proxy() -> _Proxy:
+def _torch_proxy() -> Proxy:
     factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
-    distributed = _Proxy(
+    distributed = Proxy(
         torch.distributed,
         all_to_all_single=_all_to_all_single,
         all_gather=_all_gather,
     )
-    return _Proxy(torch, cuda=_cuda_proxy(), distributed=distributed, **factories)
+    return Proxy(torch, cuda=_cuda_proxy(), distributed=distributed, **factories)
 
 
 def _all_to_all_single(
@@ -235,4 +235,4 @@ def install() -> bool:
 
 
 def _is_proxy(module: ModuleType) -> bool:
-    return isinstance(getattr(module, "torch", None), _Proxy)
+    return isinstance(getattr(module, "torch", None), Proxy)

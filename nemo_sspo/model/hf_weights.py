@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,11 +17,11 @@ from megatron.core.dist_checkpointing.mapping import ShardedTensor, is_main_repl
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from nemo_sspo.errors import UserError
+from nemo_sspo.errors import UserError, some
 from nemo_sspo.model.builder import Policy
 from nemo_sspo.model.hf_names import Piece, pieces
 from nemo_sspo.model.weights import shards
-from nemo_sspo.parallel.ranks import world
+from nemo_sspo.parallel.ranks import agree, world
 from nemo_sspo.parallel.reductions import all_gather_list
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -81,10 +81,10 @@ def load_hf_weights(policy: Policy, folder: str | Path, progress: Callable[[int,
     """
     folder = Path(folder)
     wanted, files = hf_shapes(policy), dict[str, Path]()
-    _agree(lambda: files.update(_checked_files(folder, policy, wanted)))
+    agree(lambda: files.update(_checked_files(folder, policy, wanted)))
     mine = [(shard, piece) for shard in _shards(policy) for piece in _pieces(policy, shard)]
     mine.sort(key=lambda item: (files[item[1].name], item[1].name))  # each file is opened once
-    _agree(lambda: _fill(mine, files, progress))
+    agree(lambda: _fill(mine, files, progress))
 
 
 def hf_tensors(policy: Policy, skip: Callable[[str], bool] = lambda _: False) -> Iterator[tuple[str, Tensor]]:
@@ -134,28 +134,16 @@ def _pieces(policy: Policy, shard: ShardedTensor) -> Iterator[Piece]:
     return pieces(shard, policy.config, policy.vocab_size)
 
 
-def _agree(action: Callable[[], Any]) -> None:
-    """Do `action` on every rank; what one refuses, all refuse."""
-    complaint: list[str] = []
-    try:
-        action()
-    except UserError as error:
-        complaint = [str(error)]
-    complaints = all_gather_list(complaint, world())
-    if complaints:
-        raise UserError(complaints[0])
-
-
 def _checked_files(folder: Path, policy: Policy, wanted: dict[str, tuple[int, ...]]) -> dict[str, Path]:
     files = tensor_files(folder)
     missing = sorted(wanted.keys() - files.keys())
     if missing:
-        raise UserError(f"{folder}: {_some(missing)} missing; is it the folder of another model, or a part of one?")
+        raise UserError(f"{folder}: {some(missing)} missing; is it the folder of another model, or a part of one?")
     tied = {"lm_head.weight"} if policy.chunks[0].share_embeddings_and_output_weights else set()
     extra = sorted(name for name in files.keys() - wanted.keys() - tied if not name.endswith(_UNUSED))
     if extra:
         raise UserError(
-            f"{folder}: {_some(extra)} not in the model, and would be dropped; is it another model's folder?"
+            f"{folder}: {some(extra)} not in the model, and would be dropped; is it another model's folder?"
         )
     for file in sorted({files[name] for name in wanted}):
         with safe_open(file, "pt") as opened:
@@ -166,28 +154,22 @@ def _checked_files(folder: Path, policy: Policy, wanted: dict[str, tuple[int, ..
     return files
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more} {'is' if len(names) == 1 else 'are'}"
-
-
 def _fill(
     mine: list[tuple[ShardedTensor, Piece]], files: dict[str, Path], progress: Callable[[int, int], object] | None
 ) -> None:
-    opened: Any = None
-    current: Path | None = None
+    done = 0
     with torch.no_grad():
         for shard in {id(shard): shard for shard, _ in mine}.values():
             assert shard.data is not None
             shard.data.zero_()  # rows that pad the vocabulary
-        for done, (shard, piece) in enumerate(mine, start=1):
-            if files[piece.name] != current:
-                current = files[piece.name]
-                opened = safe_open(current, "pt").__enter__()
-            values = opened.get_slice(piece.name)[piece.there]
-            if not bool(torch.isfinite(values).all()):
-                raise UserError(f"{current}: {piece.name} has values that are not finite; download it again")
-            assert shard.data is not None
-            shard.data[piece.here].copy_(values)
-            if progress is not None:
-                progress(done, len(mine))
+        for file, items in groupby(mine, key=lambda item: files[item[1].name]):
+            with safe_open(file, "pt") as opened:
+                for shard, piece in items:
+                    values = opened.get_slice(piece.name)[piece.there]
+                    if not bool(torch.isfinite(values).all()):
+                        raise UserError(f"{file}: {piece.name} has values that are not finite; download it again")
+                    assert shard.data is not None
+                    shard.data[piece.here].copy_(values)
+                    done += 1
+                    if progress is not None:
+                        progress(done, len(mine))

@@ -9,6 +9,7 @@ from typing import TypeVar
 import torch.distributed as dist
 
 from nemo_sspo.errors import UserError
+from nemo_sspo.parallel.reductions import all_gather_list
 
 T = TypeVar("T")
 
@@ -28,6 +29,22 @@ def world() -> dist.ProcessGroup:
     group = dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     return group
+
+
+def agree(action: Callable[[], object]) -> None:
+    """Do `action` on every rank. What one refuses, every rank refuses, with the first one's message. A collective.
+
+    Raises:
+        UserError: `action` raised it on some rank.
+    """
+    complaint: list[str] = []
+    try:
+        action()
+    except UserError as error:
+        complaint = [str(error)]
+    complaints = all_gather_list(complaint, world())
+    if complaints:
+        raise UserError(complaints[0])
 
 
 def on_rank_zero(action: Callable[[], T]) -> T | None:

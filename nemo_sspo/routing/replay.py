@@ -56,13 +56,13 @@ class RoutingReplay:
         self.form = RouteFormat.of(config)
         self._chunks, self._groups = list(chunks), groups
         self._sequence_parallel = config.sequence_parallel
-        self._hooks: list[list[RouterHook]] = []
+        self._by_chunk: list[list[RouterHook]] = []
         for chunk in self._chunks:
             hooks = []
             for layer, router in megatron_routing.routers(chunk):
                 hooks.append(RouterHook(layer, self.form.layers.index(layer)))
                 megatron_routing.attach(router, hooks[-1])
-            self._hooks.append(hooks)
+            self._by_chunk.append(hooks)
         self._begin(Action.NONE)
 
     @contextmanager
@@ -77,7 +77,7 @@ class RoutingReplay:
     def _begin(self, action: Action, training: bool = False) -> None:
         self._micro_batches: list[Slots] = []
         self._due = torch.zeros(len(self.form.layers), dtype=torch.int64)
-        for hook in self._all():
+        for hook in self.hooks():
             hook.begin(action, training)
         self._action = action
 
@@ -94,7 +94,7 @@ class RoutingReplay:
         number = next(i for i, known in enumerate(self._chunks) if known is chunk)
         if number == 0:
             self._micro_batches.append(slots)
-        hooks = self._hooks[number]
+        hooks = self._by_chunk[number]
         if self._action is not Action.REPLAY or not hooks:
             return
         if routes is None:
@@ -116,7 +116,7 @@ class RoutingReplay:
         """
         counts = torch.zeros(len(self.form.layers), 5, dtype=torch.int64)  # routers, failed, due, replayed, differing
         counts[:, 2] = self._due
-        for chunk, hooks in zip(self._chunks, self._hooks, strict=True):
+        for chunk, hooks in zip(self._chunks, self._by_chunk, strict=True):
             by_layer = {hook.layer: hook for hook in hooks}
             for layer, router in megatron_routing.routers(chunk):  # those that live now, not those of the beginning
                 hook = by_layer.get(layer)
@@ -142,7 +142,7 @@ class RoutingReplay:
 
     def routes(self) -> list[Tensor]:
         """What was recorded, in storage, ``[tokens, L, K]`` a response of this data-parallel rank. A collective."""
-        hooks = self._all()
+        hooks = self.hooks()
         short = [hook.layer for hook in hooks if len(hook.recorded) != len(self._micro_batches)]
         if short:
             raise RunError(f"routing replay: the routers of layers {', '.join(map(str, short))} did not record")
@@ -158,7 +158,7 @@ class RoutingReplay:
 
     def take(self, slots: int) -> Tensor:
         """What was recorded since the last call, of this rank's layers only: ``[slots, layers, K]`` in storage."""
-        hooks = self._all()
+        hooks = self.hooks()
         recorded = self._stack([torch.cat(hook.recorded) for hook in hooks], slots)
         for hook in hooks:
             hook.recorded.clear()
@@ -167,14 +167,15 @@ class RoutingReplay:
     def all_layers(self, ids: Tensor) -> Tensor:
         """``[tokens, layers of this rank, K]`` -> ``[tokens, L, K]``, in the order of the layers. A collective."""
         pp: Group = self._groups.pp
-        places = torch.tensor([hook.place for hook in self._all()], dtype=torch.int64)
+        places = torch.tensor([hook.place for hook in self.hooks()], dtype=torch.int64)
         if pp.size() > 1:
             ids = from_bytes(all_gather_rows(to_bytes(ids.transpose(0, 1)), pp), ids.dtype).transpose(0, 1)
             places = all_gather_rows(places, pp)
         return ids[:, places.argsort().to(ids.device)]
 
-    def _all(self) -> list[RouterHook]:
-        return [hook for hooks in self._hooks for hook in hooks]
+    def hooks(self) -> list[RouterHook]:
+        """Of all routers on this rank, model chunk by model chunk."""
+        return [hook for hooks in self._by_chunk for hook in hooks]
 
     def _stack(self, by_layer: Sequence[Tensor], slots: int) -> Tensor:
         if not by_layer:  # a pipeline stage may have no experts

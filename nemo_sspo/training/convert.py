@@ -15,7 +15,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from nemo_sspo.checkpoint import Checkpoint, CheckpointSaver, Position, find_whole, load_weights, read_checkpoint
-from nemo_sspo.checkpoint.export import copy_tokenizer, export_hf
+from nemo_sspo.checkpoint.export import check_free, copy_tokenizer, export_hf
 from nemo_sspo.checkpoint.folder import STATE
 from nemo_sspo.config import load_run_config
 from nemo_sspo.config.hf import read_hf_config, to_hf_config
@@ -43,9 +43,9 @@ def hf_to_megatron(source: Path, target: Path, overrides: Sequence[str] = ()) ->
     Raises:
         UserError: the folder is not one of a known model, whole and unharmed; `target` exists; the disk is full.
     """
-    model, precision = _model_of(source, overrides)
+    model, precision = model_of(source, overrides)
     with process_groups(model) as groups:
-        on_rank_zero(lambda: _check_free(target))
+        on_rank_zero(lambda: check_free(target))
         policy = build_model(model, 0, groups, precision, draw=False)
         with bar(f"reading {source.name}") as progress:
             load_hf_weights(policy, source, progress)
@@ -104,7 +104,7 @@ def bar(title: str) -> Iterator[Callable[[int, int], None]]:
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
-def _model_of(folder: Path, overrides: Sequence[str]) -> tuple[ModelConfig, str]:
+def model_of(folder: Path, overrides: Sequence[str]) -> tuple[ModelConfig, str]:
     """The model in a Hugging Face folder, laid out as `overrides` say, and its precision."""
     shape = read_hf_config(folder)
     stated = json.loads((folder / "config.json").read_text())
@@ -141,7 +141,7 @@ def _laid_out(model: ModelConfig, overrides: Sequence[str]) -> ModelConfig:
 def _described(root: Path, overrides: Sequence[str]) -> tuple[ModelConfig, str, Path | None, int, dict[str, Any]]:
     """Model, precision, tokenizer folder, tokenizer's size and config.json of a run's or a converted folder."""
     if (root / "config.json").is_file():
-        model, precision = _model_of(root, overrides)
+        model, precision = model_of(root, overrides)
         return model, precision, root, 0, json.loads((root / "config.json").read_text())
     run = load_run_config(root)
     model, kind = _laid_out(run.model, overrides), run.model.tokenizer
@@ -155,11 +155,6 @@ def _shape_in(found: Checkpoint, model: ModelConfig) -> dict[str, Any]:
     """What the checkpoint must agree with: the model. Its tokenizer's folder may have moved."""
     tokenizer = {key: value for key, value in found.shape.items() if key.startswith("model.tokenizer.")}
     return shape_fields(model) | tokenizer
-
-
-def _check_free(target: Path) -> None:
-    if (target / "config.json").exists():
-        raise UserError(f"{target}: holds a model already; choose another folder, or delete it")
 
 
 def _copy_rest(source: Path, target: Path) -> None:

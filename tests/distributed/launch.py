@@ -6,7 +6,7 @@ import pickle
 import queue
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,21 @@ def run_ranks(worker: Callable[..., Any], size: int, folder: Path, *arguments: A
         missing = sorted(set(range(size)) - set(results))
         raise AssertionError(f"ranks {missing} of {size} did not answer within {limit:g} s")
     return [results[rank] for rank in range(size)]
+
+
+def each(cases: Mapping[Any, tuple], action: Callable[..., Any]) -> dict[Any, Any]:
+    """Within a worker: ``action(*arguments)`` for one case after another, an error with its case's name.
+
+    Processes take far longer to start than most cases take.
+    """
+    results = {}
+    for name, arguments in cases.items():
+        try:
+            results[name] = action(*arguments)
+        except Exception as error:
+            error.add_note(f"in case {name}")
+            raise
+    return results
 
 
 def _rank(worker: Callable[..., Any], rank: int, size: int, store: str, answers: Any, arguments: tuple) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from nemo_sspo.generation import SamplingParams
 from nemo_sspo.parallel.reductions import all_gather_list, local_share
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import each, run_ranks
 from tests.distributed.layouts import LAYOUTS, MODEL, Layout
 from tests.tiny import VOCAB, tiny_config
 
@@ -36,15 +36,8 @@ RUNS: dict[str, tuple[Layout, str]] = {name: (LAYOUTS[name], "32") for name in N
 
 
 def generate_all(rank: int, size: int, layouts: dict[str, tuple[Layout, str]]) -> dict[str, dict[str, Any]]:
-    """`generate` for one layout after another: processes take far longer to start than to generate."""
-    results = {}
-    for name, (layout, precision) in layouts.items():
-        try:
-            results[name] = generate(layout, precision)
-        except Exception as error:
-            error.add_note(f"in layout {name}")
-            raise
-    return results
+    """`generate` for one layout after another."""
+    return each(layouts, generate)
 
 
 def generate(layout: Layout, precision: str) -> dict[str, Any]:

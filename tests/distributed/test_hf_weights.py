@@ -13,7 +13,7 @@ from torch import Tensor
 from nemo_sspo.config.hf import read_hf_config
 from nemo_sspo.generation import SamplingParams
 from nemo_sspo.parallel.reductions import all_gather_list, all_gather_rows, local_share
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import each, run_ranks
 from tests.distributed.layouts import LAYOUTS, Layout
 from tests.hf_models import MODELS, VOCAB, make_model, save_model
 
@@ -38,24 +38,17 @@ NEW_TOKENS = 32
 
 def converted(rank: int, size: int, folders: dict[str, str], cases: list[tuple[str, str]]) -> dict:
     """By case: the logits of `TOKENS`, greedy answers to `PROMPTS`, every tensor brought back."""
-    results = {}
-    for family, layout in cases:
-        try:
-            results[family, layout] = convert(folders[family], ALL[layout])
-        except Exception as error:
-            error.add_note(f"{family} under {layout}")
-            raise
-    return results
+    return each({case: (folders[case[0]], ALL[case[1]]) for case in cases}, convert)
 
 
 def convert(folder: str, layout: Layout) -> dict[str, Any]:
     from nemo_sspo.generation.native import NativeEngine
     from nemo_sspo.model import build_model
     from nemo_sspo.model.hf_weights import hf_tensors, load_hf_weights
-    from nemo_sspo.training.convert import _model_of
+    from nemo_sspo.training.convert import model_of
     from nemo_sspo.training.distributed import model_parallel_groups
 
-    model, precision = _model_of(Path(folder), ())
+    model, precision = model_of(Path(folder), ())
     for key, value in layout.keys.items():
         setattr(model, key, value == "true" if key == "sequence_parallel" else value)
     with model_parallel_groups(model) as groups:

@@ -5,8 +5,9 @@ Activations are the storages that autograd holds for the backward pass, the most
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
 from itertools import chain
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from nemo_sspo.config.load import load_config
 from nemo_sspo.plan import Job, stage_memory
 from nemo_sspo.plan import Layout as PlannedLayout
 from nemo_sspo.plan.activations import Batch
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import each, run_ranks
 from tests.distributed.layouts import LAYOUTS, Layout
 
 pytestmark = pytest.mark.distributed
@@ -67,9 +68,14 @@ WITHOUT = {"dense": Case(48, DENSE), "dense_tied": Case(48, (*DENSE, TIED)), "de
 MORE = {
     "single": WITH_EXPERTS | WITHOUT,
     "dp2_distopt": {"bf16": Case(48, (BF16,)), **WITHOUT},
-    "tp2_sp": WITHOUT,
+    "tp2_sp": {"long": WITH_EXPERTS["long"], **WITHOUT},
     "pp2": WITHOUT,
     "tp2_ep2_pp2": WITH_EXPERTS,
+}
+
+
+RUNS = {(layout, "default"): (LAYOUTS[layout], Case()) for layout in LAYOUTS} | {
+    (layout, name): (LAYOUTS[layout], case) for layout, cases in MORE.items() for name, case in cases.items()
 }
 
 
@@ -99,35 +105,32 @@ def deviations(layout: Layout, case: Case, ranks: list[dict[str, int]]) -> dict[
     return found
 
 
-def check(layout: Layout, folder: Path, cases: dict[str, Case]) -> None:
-    results = run_ranks(held, layout.processes, folder, layout, list(cases.values()), limit=240)
-    wrong = []
-    for place, (name, case) in enumerate(cases.items()):
-        ranks = [result[place] for result in results]
-        assert not any(rank["left"] for rank in ranks)  # all that was counted in was counted out
-        found = deviations(layout, case, ranks)
-        wrong += [f"{name}: {what} {by:+.2%}" for what, by in found.items() if abs(by) > LIMITS[what.split()[0]]]
-        print(name, ", ".join(f"{what} {by:+.2%}" for what, by in found.items()))
-    assert wrong == []
+@pytest.fixture(scope="module")
+def results(tmp_path_factory) -> Callable[[str, str], list[dict[str, int]]]:
+    """What every rank of a layout holds in a case."""
+
+    @cache
+    def of_size(size: int) -> list[dict[tuple[str, str], dict[str, int]]]:
+        runs = {name: run for name, run in RUNS.items() if run[0].processes == size}
+        return run_ranks(held, size, tmp_path_factory.mktemp("ranks"), runs, limit=300)
+
+    return lambda layout, case: [by_name[layout, case] for by_name in of_size(LAYOUTS[layout].processes)]
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_every_layout(tmp_path, name):
-    more = {"long": WITH_EXPERTS["long"]} if name in ("single", "tp2_sp") else {}
-    check(LAYOUTS[name], tmp_path, {"default": Case(), **more})
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", MORE)
-def test_lengths_recomputation_precision_and_models_without_experts(tmp_path, name):
-    check(LAYOUTS[name], tmp_path, MORE[name])
+@pytest.mark.parametrize(("layout", "name"), RUNS)
+def test_planned_bytes_are_those_held(results, layout, name):
+    ranks = results(layout, name)
+    assert not any(rank["left"] for rank in ranks)  # all that was counted in was counted out
+    found = deviations(*RUNS[layout, name], ranks)
+    print(", ".join(f"{what} {by:+.2%}" for what, by in found.items()))
+    assert [f"{what} {by:+.2%}" for what, by in found.items() if abs(by) > LIMITS[what.split()[0]]] == []
 
 
 # -- on every rank ------------------------------------------------------------------------------------------------
 
 
-def held(rank: int, size: int, layout: Layout, cases: list[Case]) -> list[dict[str, int]]:
-    return [_held(layout, case) for case in cases]
+def held(rank: int, size: int, runs: dict[tuple[str, str], tuple[Layout, Case]]) -> dict[tuple[str, str], Any]:
+    return each(runs, _held)
 
 
 def _held(layout: Layout, case: Case) -> dict[str, int]:

@@ -19,7 +19,7 @@ from torch import Tensor
 from nemo_sspo.data.responses import ResponseBatch
 from nemo_sspo.generation import GenerationOutput, SamplingParams
 from nemo_sspo.parallel.reductions import all_gather_list, local_share
-from tests.distributed.launch import run_ranks
+from tests.distributed.launch import each, run_ranks
 from tests.distributed.layouts import LAYOUTS, MICRO_BATCH, MODEL, ROWS, Layout, gather, gradients, loss_of
 from tests.tiny import VOCAB, make_batch, tiny_config, uneven_batch
 
@@ -55,15 +55,8 @@ CASES = LAYOUTS | {
 
 
 def replay_all(rank: int, size: int, cases: dict[str, Layout]) -> dict[str, dict[str, Any]]:
-    """`replay` for one layout after another: processes take far longer to start than to train."""
-    results = {}
-    for name, layout in cases.items():
-        try:
-            results[name] = replay(rank, layout)
-        except Exception as error:
-            error.add_note(f"in layout {name}")
-            raise
-    return results
+    """`replay` for one layout after another."""
+    return each({name: (rank, layout) for name, layout in cases.items()}, replay)
 
 
 def replay(rank: int, layout: Layout) -> dict[str, Any]:

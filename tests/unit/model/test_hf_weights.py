@@ -16,7 +16,7 @@ from nemo_sspo.checkpoint.export import export_hf
 from nemo_sspo.errors import UserError
 from nemo_sspo.model import Policy, build_model
 from nemo_sspo.model.hf_weights import INDEX, SINGLE, hf_shapes, hf_tensors, load_hf_weights
-from nemo_sspo.training.convert import _model_of
+from nemo_sspo.training.convert import model_of
 from tests.hf_models import make_model, save_model
 
 FAMILY = "qwen3_moe"
@@ -45,7 +45,7 @@ def folder(original, tmp_path) -> Path:
 
 @pytest.fixture
 def policy(groups, original) -> Policy:
-    model, precision = _model_of(original, ())
+    model, precision = model_of(original, ())
     return build_model(model, 0, groups, precision)
 
 

@@ -33,7 +33,7 @@ def replayed(layer: Any, routing: Any, hidden: Tensor, ids: Tensor) -> tuple[Ten
     hidden = hidden.clone().requires_grad_()
     weights = [layer.router.weight, *fc(layer, "linear_fc1"), *fc(layer, "linear_fc2")]
     with routing.taking_part(Action.REPLAY, training=True):
-        hook = routing._all()[0]
+        hook = routing.hooks()[0]
         every = torch.ones(len(ids), dtype=torch.bool)
         hook.target = Target(ids.to(torch.uint8), every, every)
         output = layer(hidden)[0]

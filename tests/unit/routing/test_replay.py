@@ -84,7 +84,7 @@ def test_a_second_model_has_its_own_routes(groups):
     assert not all(torch.equal(a, b) for a, b in zip(recorded, others, strict=True))
     with first.routing.taking_part(Action.RECORD):  # type: ignore[union-attr]
         second.logprobs(batch, 4)
-        assert not any(hook.calls for hook in first.routing._all())  # type: ignore[union-attr]
+        assert not any(hook.calls for hook in first.routing.hooks())  # type: ignore[union-attr]
 
 
 def test_a_batch_with_routes_needs_an_actor_with_hooks(policy):
