@@ -249,6 +249,7 @@ class ModelConfig:
     layernorm_epsilon: float = 1e-6
     rotary_base: float = 1_000_000.0
     init_method_std: float = 0.02
+    transformer_engine: bool | None = None  # its layers, or Megatron-Core's own; null: where they can run
     share_embeddings_and_output_weights: bool = False
     # The embedding's rows are padded to a multiple of this, which tensor_model_parallel_size divides.
     make_vocab_size_divisible_by: int = 8

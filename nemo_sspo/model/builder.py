@@ -17,6 +17,7 @@ from torch import Tensor
 from nemo_sspo.compat import megatron_cpu
 from nemo_sspo.config.schema import ModelConfig
 from nemo_sspo.errors import UserError
+from nemo_sspo.model import transformer_engine
 from nemo_sspo.model.layers import mark_experts, stage_layers
 from nemo_sspo.model.weights import draw_weights, sharded_weights, shards
 
@@ -29,9 +30,11 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
     RMSNorm before attention and feed-forward layers, grouped-query attention with q/k norm (Qwen3) or biased
     projections (Qwen2.5), SwiGLU without bias, and a router in float32 whose probabilities are the softmax over the
     chosen experts (Qwen3 Technical Report, arXiv 2505.09388).
-    Fused kernels that exist only for CUDA are off: `model.precision` and the layer spec decide those.
+    Layers are Transformer Engine's or Megatron-Core's own (`nemo_sspo.model.transformer_engine.chosen`). The fused
+    kernels of Megatron-Core itself, which exist only for CUDA, are off.
     """
     megatron_cpu.install()
+    fused_layers = transformer_engine.chosen(model.transformer_engine)
     dtype = _DTYPES[precision]
     return TransformerConfig(
         num_layers=model.num_layers,
@@ -40,6 +43,8 @@ def transformer_config(model: ModelConfig, precision: str = "32") -> Transformer
         num_query_groups=model.num_query_groups,
         kv_channels=model.kv_channels,
         **_feed_forward(model),
+        transformer_impl="transformer_engine" if fused_layers else "local",
+        moe_grouped_gemm=fused_layers and model.num_moe_experts is not None,
         add_bias_linear=False,
         add_qkv_bias=model.add_qkv_bias,
         gated_linear_unit=True,
@@ -90,7 +95,6 @@ def _feed_forward(model: ModelConfig) -> dict[str, Any]:
         "moe_router_load_balancing_type": "aux_loss" if model.moe_aux_loss_coeff else "none",
         "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
         "moe_token_dispatcher_type": "alltoall",
-        "moe_grouped_gemm": False,
         "moe_permute_fusion": False,
     }
 

@@ -1,7 +1,8 @@
 """Weights from a Hugging Face folder into a policy, and out of it again, tensor by tensor, under any layout.
 
-A rank reads the slices that it holds and nothing else: above its own shard it needs room for one of them at a time.
-On the way out one whole tensor exists at a time. Safetensors only: unpickling runs code of whoever wrote the file.
+A rank reads the slices that it holds and nothing else, out of the mapped file into its shard. On the way out one whole
+tensor exists at a time, and a copy of its part where a rank's part are columns. Safetensors only: unpickling runs code
+of whoever wrote the file.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from nemo_sspo.parallel.ranks import agree, world
 from nemo_sspo.parallel.reductions import all_gather_list
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+_FINITE_ROWS = 256  # looked at together; PyTorch's isfinite makes copies of what it looks at
 _UNUSED = ("rotary_emb.inv_freq",)  # made again from the configuration; old files have it
 
 
@@ -113,10 +115,14 @@ def hf_tensors(policy: Policy, skip: Callable[[str], bool] = lambda _: False) ->
         whole = torch.empty(parts[0][2].shape, dtype=dtype, device=policy.device)
         for owner, i, piece in parts:
             target = whole[piece.there]
-            part = mine[name][i][1].contiguous() if owner == rank else torch.empty_like(target).contiguous()
+            if owner == rank:
+                target.copy_(mine[name][i][1])
             if dist.get_world_size() > 1:
+                # Rows of the whole are sent as they lie; columns by way of a copy.
+                part = target if target.is_contiguous() else target.contiguous()
                 dist.broadcast(part, src=owner)
-            target.copy_(part)
+                if part is not target:
+                    target.copy_(part)
         yield name, whole
 
 
@@ -166,7 +172,7 @@ def _fill(
             with safe_open(file, "pt") as opened:
                 for shard, piece in items:
                     values = opened.get_slice(piece.name)[piece.there]
-                    if not bool(torch.isfinite(values).all()):
+                    if not all(bool(torch.isfinite(part).all()) for part in values.split(_FINITE_ROWS)):
                         raise UserError(f"{file}: {piece.name} has values that are not finite; download it again")
                     assert shard.data is not None
                     shard.data[piece.here].copy_(values)

@@ -1,4 +1,4 @@
-"""The layers of one pipeline stage, out of Megatron-Core's own modules."""
+"""The layers of one pipeline stage, out of Megatron-Core's own modules or Transformer Engine's."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ import torch
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+
+from nemo_sspo.model import transformer_engine
 
 
 class RMSNorm(torch.nn.RMSNorm):
@@ -26,6 +29,14 @@ class RMSNorm(torch.nn.RMSNorm):
 
 def stage_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int) -> TransformerBlockSubmodules:
     """The submodules of the stage `pp_rank`, or of its part `vp_stage`."""
+    fused = config.transformer_impl == "transformer_engine"
+    layer = transformer_engine.layer_spec(config) if fused else _local_layer(config)
+    norm: Any = transformer_engine.norm() if fused else RMSNorm
+    count = get_num_layers_to_build(config, vp_stage, pp_rank)
+    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
+
+
+def _local_layer(config: TransformerConfig) -> ModuleSpec:
     layer = get_gpt_layer_local_spec(
         num_experts=config.num_moe_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
@@ -36,8 +47,7 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int) 
     parts.input_layernorm = parts.pre_mlp_layernorm = RMSNorm
     if config.qk_layernorm:
         parts.self_attention.submodules.q_layernorm = parts.self_attention.submodules.k_layernorm = RMSNorm
-    count = get_num_layers_to_build(config, vp_stage, pp_rank)
-    return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=RMSNorm)  # type: ignore[arg-type]
+    return layer
 
 
 def mark_experts(chunks: Sequence[GPTModel], groups: ProcessGroupCollection) -> None:

@@ -24,7 +24,7 @@ from nemo_sspo.data.dataset import Datasets
 from nemo_sspo.data.tokenizer import Tokenizer
 from nemo_sspo.errors import UserError
 from nemo_sspo.generation.native import NativeEngine
-from nemo_sspo.model import build_model, parameter_count
+from nemo_sspo.model import build_model, parameter_count, transformer_engine
 from nemo_sspo.parallel.ranks import on_rank_zero, rank, world_size
 from nemo_sspo.plan import memory_warning
 from nemo_sspo.report import write_report
@@ -74,7 +74,7 @@ def run_training(config: RunConfig) -> int:
     run_dir = Path(config.exp_manager.explicit_log_dir)
     tokenizer, datasets = load_data(config)
     _check_data(config, datasets)
-    _warn_of_memory(config, tokenizer)
+    _notes_on_the_gpu(config, tokenizer)
     check_continues(config, run_dir)
     with contextlib.ExitStack() as stack:
         stop = stack.enter_context(stop_on_signals())
@@ -178,6 +178,7 @@ def environment(config: RunConfig) -> dict[str, Any]:
             "data_parallel_size": data_parallel_size(model, world_size()),
             **{name: value for name, value in vars(model).items() if name.endswith("_parallel_size")},
         },
+        "layers": "Transformer Engine" if transformer_engine.chosen(model.transformer_engine) else "Megatron-Core",
         "platform": platform.platform(),
         "command": sys.argv,
     }
@@ -232,12 +233,17 @@ def _check_data(config: RunConfig, datasets: Datasets) -> None:
         print(f"Note: {notes}")
 
 
-def _warn_of_memory(config: RunConfig, tokenizer: Tokenizer) -> None:
-    """Say before a model is built that its layout looks too large for the GPU."""
+def _notes_on_the_gpu(config: RunConfig, tokenizer: Tokenizer) -> None:
+    """Say before a model is built which layers it lacks, and that its layout looks too large for the GPU."""
     if not torch.cuda.is_available() or rank() != 0:
         return
+    wanted = config.model.transformer_engine
+    missing = transformer_engine.why_not() if wanted is None else None
+    if missing is not None:
+        print(f"Note: {missing}; layers are Megatron-Core's own, whose attention keeps its scores", flush=True)
+    attention = "flash" if transformer_engine.chosen(wanted) else "local"
     held = torch.cuda.get_device_properties(0).total_memory
-    warning = memory_warning(config, world_size(), held, tokenizer.vocab_size)
+    warning = memory_warning(config, world_size(), held, tokenizer.vocab_size, attention)
     if warning is not None:
         print(f"Note: {warning}", flush=True)
 

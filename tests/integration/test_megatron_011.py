@@ -8,12 +8,12 @@ python_functions='check_*' tests/integration/megatron_011``.
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.integration.second_pytest import run_checks
 
 WHEEL = Path(sys.prefix) / "megatron_core_0.11"
 CHECKS = Path(__file__).with_name("megatron_011")
@@ -22,9 +22,4 @@ CHECKS = Path(__file__).with_name("megatron_011")
 def test_every_check_passes_with_megatron_core_0_11(repository):
     if not (WHEEL / "megatron" / "core").is_dir():
         pytest.skip(f"needs Megatron-Core 0.11 in {WHEEL}: make setup puts it there")
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTEST_")} | {"PYTHONPATH": str(WHEEL)}
-    options = ["-q", "-p", "no:cacheprovider", "-o", "python_files=check_*.py", "-o", "python_functions=check_*"]
-    command = [sys.executable, "-m", "pytest", *options, str(CHECKS)]
-    done = subprocess.run(command, env=environment, cwd=repository, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-2000:]
-    assert "skipped" not in done.stdout
+    run_checks(repository, CHECKS, in_front=WHEEL, limit=300)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from nemo_sspo.objective import build_objective, chunks
+from tests.allocations import peak_bytes
 from tests.numerics.batches import EVERY_CASE, case_id, random_batch
 
 EXTRAS = {"kl_coeff": 0.1, "entropy_coeff": 0.01, "rollout_correction": "token_tis"}
@@ -97,11 +97,5 @@ def test_peak_memory_is_at_most_eight_bytes_a_token(name):
     policy = (old + 0.1).requires_grad_()
     mask = torch.arange(shape[1]) < torch.linspace(1, 4096, shape[0])[:, None]
     objective = build_objective({"name": name})
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        objective(policy, old, torch.linspace(-1, 1, shape[0]), mask).loss.backward()
-    allocated = peak = 0
-    for event in profiler.profiler.kineto_results.events():
-        if event.name() == "[memory]":
-            allocated += event.nbytes()
-            peak = max(peak, allocated)
+    peak = peak_bytes(lambda: objective(policy, old, torch.linspace(-1, 1, shape[0]), mask).loss.backward())
     assert peak <= 8 * policy.numel()  # its gradient, and the intermediates of one chunk

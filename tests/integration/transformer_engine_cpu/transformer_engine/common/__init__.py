@@ -1,0 +1,3 @@
+"""Recipes."""
+
+from transformer_engine.common import recipe  # noqa: F401
