@@ -18,7 +18,8 @@ Why, one by one:
 * with expert-tensor parallelism it gathers parts of different sizes; NCCL takes them, gloo does not.
 * without Transformer Engine, `moe_utils.py` never defines ``te_general_gemm`` but reads it in the router's forward.
 * at import it warns of each fused kernel that is absent, some twenty lines; those warnings are silenced.
-* ``jit_fuser`` is ``torch.compile``; on a CPU it needs a C++ compiler and a minute for what it saves.
+* ``jit_fuser`` is ``torch.compile``; on a CPU it needs a C++ compiler and a minute for what it saves, and three seconds
+  to be imported.
 
 When it can go: when Megatron-Core takes its device from its configuration. `tests/unit/compat` fails when a patch
 is no longer needed.
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
 import inspect
 import sys
 import warnings
@@ -46,6 +48,23 @@ warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that 
 warnings.filterwarnings("ignore", message="`load_state_dict` is deprecated", category=FutureWarning)
 warnings.filterwarnings("ignore", message="full scope is deprecated", category=UserWarning)
 
+
+def _import_uncompiled() -> None:
+    """Import Megatron-Core with a ``jit_fuser`` that changes nothing, where PyTorch has no CUDA built in.
+
+    Asking whether there is a device would start the driver, and ``CUDA_VISIBLE_DEVICES`` would come too late.
+    """
+    if torch.version.cuda is not None or "megatron.core.jit" in sys.modules:
+        return
+    compiler = torch.compile
+    torch.compile = lambda function, **_: function  # type: ignore[assignment]
+    try:
+        importlib.import_module("megatron.core.jit")
+    finally:
+        torch.compile = compiler
+
+
+_import_uncompiled()
 _CPU = torch.device("cpu")
 _FACTORIES = ("arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros", "as_tensor")
 

@@ -27,7 +27,6 @@ from nemo_sspo.generation.native import NativeEngine
 from nemo_sspo.model import build_model, parameter_count, transformer_engine
 from nemo_sspo.parallel.ranks import on_rank_zero, rank, world_size
 from nemo_sspo.plan import memory_warning
-from nemo_sspo.report import write_report
 from nemo_sspo.report.jsonl import read_lines
 from nemo_sspo.routing import RoutingReplay
 from nemo_sspo.training.actor import Actor
@@ -212,6 +211,8 @@ def _say_start(run_dir: Path, parameters: int, checkpoint: Checkpoint | None) ->
 
 
 def _say_where(run_dir: Path, finished: bool, signal_name: str | None) -> None:
+    from nemo_sspo.report import write_report  # imports Matplotlib
+
     report = write_report(run_dir)
     if finished:
         print(f"Done. Report: {report}")

@@ -6,6 +6,8 @@ import importlib
 import importlib.util
 import inspect
 import re
+import subprocess
+import sys
 from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
@@ -190,3 +192,12 @@ def test_te_general_gemm_is_still_undefined_without_transformer_engine():
     text = source("megatron.core.transformer.moe.moe_utils")
     assert re.search(r"te_general_gemm is not None", text)
     assert not re.search(r"^\s*te_general_gemm = None", text, re.MULTILINE), "upstream defines it: remove that patch"
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="needs a PyTorch without CUDA, where nothing is compiled")
+def test_training_starts_without_what_it_does_not_use():
+    """The compilers of PyTorch and the plotting library take as long to import as all the rest."""
+    code = "import sys, nemo_sspo.training.run; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert {"torch._inductor.compile_fx", "matplotlib"}.isdisjoint(done.stdout.split())
+    assert "megatron.core.models.gpt" in done.stdout.split()
