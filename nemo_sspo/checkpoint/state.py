@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemo_sspo.checkpoint.folder import SHARDS, Checkpoint
 from nemo_sspo.errors import UserError, some
 from nemo_sspo.model import Policy
-from nemo_sspo.model.weights import shards
+from nemo_sspo.model.weights import put_weights, shards
 from nemo_sspo.parallel.ranks import world
 from nemo_sspo.parallel.reductions import all_gather_list
 
@@ -50,8 +50,7 @@ def load_weights(checkpoint: Checkpoint, policy: Policy, shape: dict[str, Any]) 
     """
     _check_shape(checkpoint, shape)
     loaded = _load(checkpoint, {"weights": policy.sharded_weights()}, ignore="optimizer.")
-    for i, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded["weights"][f"model{i}"])
+    put_weights(policy.chunks, loaded["weights"])
 
 
 def load_training_state(checkpoint: Checkpoint, policy: Policy, optimizer: Any, shape: dict[str, Any]) -> None:
@@ -65,8 +64,7 @@ def load_training_state(checkpoint: Checkpoint, policy: Policy, optimizer: Any, 
     if not policy.config.bf16:
         _alias_main_params(sharded)
     loaded = _load(checkpoint, {"weights": policy.sharded_weights(), "optimizer": sharded}, ignore=None)
-    for i, chunk in enumerate(policy.chunks):
-        chunk.load_state_dict(loaded["weights"][f"model{i}"])
+    put_weights(policy.chunks, loaded["weights"])
     optimizer.load_state_dict(_unwrapped(merge(rest, loaded["optimizer"]), checkpoint.optimizer_steps))
     _set_steps(optimizer, checkpoint.optimizer_steps)
 

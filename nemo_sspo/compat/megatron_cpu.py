@@ -38,6 +38,8 @@ from typing import Any
 
 import torch
 
+import nemo_sspo.compat.transformer_engine  # noqa: F401  (before Megatron-Core)
+
 SUPPORTED = "0.16.1"
 # In force from this module's import on, so the packages that import Megatron-Core import this one first.
 warnings.filterwarnings("ignore", message=".*Falling back to", category=UserWarning)

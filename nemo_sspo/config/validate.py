@@ -97,6 +97,11 @@ def _model(config: RunConfig) -> Iterator[str]:
             f"model.num_query_groups: got {model.num_query_groups}, allowed: a divisor of "
             f"model.num_attention_heads={model.num_attention_heads}; each query group serves equally many heads"
         )
+    if model.transformer_engine and config.trainer.accelerator != "gpu":
+        yield (
+            f"model.transformer_engine: got true, allowed: null or false with trainer.accelerator="
+            f"{config.trainer.accelerator}; its kernels run on GPUs only"
+        )
     experts = model.num_moe_experts
     needed, unused = (_EXPERT_KEYS, ("ffn_hidden_size",)) if experts else (("ffn_hidden_size",), _EXPERT_KEYS)
     because = f"because model.num_moe_experts={show(experts)}: {'every' if experts else 'no'} layer has experts"

@@ -93,6 +93,7 @@ class Replica:
     def _forward(self, context: StaticInferenceContext, tokens: Tensor) -> Tensor:
         """One pass through all stages: on the last stage the logits, on others what they gave or got last."""
         start, count = context.sequence_len_offset, tokens.shape[1]
+        assert not start or count == 1, "behind a cache Megatron-Core's attention has no mask"
         if start:
             context.enable_decode_mode()
         positions = torch.arange(start, start + count, device=tokens.device).expand(len(tokens), -1)

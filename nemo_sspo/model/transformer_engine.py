@@ -1,8 +1,8 @@
 """Transformer Engine's layers in place of Megatron-Core's own: the one file that asks for them.
 
-Attention that never holds its scores, norms fused with the linear layer behind them, and one grouped multiplication for
-all experts of a rank. Weights keep the names that they have in the local layers, so checkpoints, drawn weights and
-Hugging Face's mapping are the same with either.
+Attention that does not hold its scores (in bfloat16), norms fused with the linear layer behind them, and one grouped
+multiplication for all experts of a rank. Weights keep the names that they have in the local layers, so checkpoints,
+drawn weights and Hugging Face's mapping are the same with either.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from packaging.version import Version
 
+from nemo_sspo.compat.transformer_engine import BROKEN
 from nemo_sspo.errors import UserError
 
 MINIMUM = "2.0"  # norms of queries and keys, grouped experts, extra state as a tensor
@@ -44,8 +45,8 @@ def why_not() -> str | None:
     try:
         engine: Any = importlib.import_module("transformer_engine")
         importlib.import_module("transformer_engine.pytorch")
-    except Exception as error:  # its libraries raise as they like: ImportError, OSError, RuntimeError
-        return f"Transformer Engine can't be imported ({type(error).__name__}: {error})"
+    except ImportError as error:
+        return f"Transformer Engine can't be imported ({BROKEN or error})"
     found = str(getattr(engine, "__version__", "0"))
     return None if Version(found) >= Version(MINIMUM) else f"Transformer Engine is {found}"
 

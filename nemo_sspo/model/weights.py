@@ -7,6 +7,7 @@ them, and fresh weights are drawn by them, so that a model starts from the same 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -16,17 +17,33 @@ from megatron.core.dist_checkpointing.utils import extract_sharded_tensors_and_f
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from nemo_sspo.errors import some
 from nemo_sspo.seeds import sample_seed
+
+EXTRA_STATE = "_extra_state"  # in the names of what a layer keeps beside its weights
 
 
 def sharded_weights(chunks: Sequence[GPTModel], groups: ProcessGroupCollection) -> dict[str, Any]:
     """Megatron-Core's sharded state dict of this rank's model chunks; it holds the parameters themselves.
 
     Layers and experts have names of their own (``decoder.layers.3.mlp.experts.experts.7.linear_fc1.weight``), and the
-    two halves of a gated first layer are shards of two (``..._w`` the gate, ``..._v`` the up projection).
+    two halves of a gated first layer are shards of two (``..._w`` the gate, ``..._v`` the up projection). FP8's scales
+    are left out: other layers than Transformer Engine's have none.
     """
     metadata = {"singleton_local_shards": True, "dp_cp_group": groups.dp_cp}
-    return {f"model{i}": chunk.sharded_state_dict(metadata=metadata) for i, chunk in enumerate(chunks)}
+    return {
+        f"model{i}": {k: v for k, v in chunk.sharded_state_dict(metadata=metadata).items() if EXTRA_STATE not in k}
+        for i, chunk in enumerate(chunks)
+    }
+
+
+def put_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
+    """Put what `sharded_weights` described, loaded, into the chunks; all of it or an error."""
+    for i, chunk in enumerate(chunks):
+        different = chain(*chunk.load_state_dict(loaded[f"model{i}"], strict=False))
+        wrong = [name for name in different if EXTRA_STATE not in name]
+        if wrong:
+            raise KeyError(f"weights without a counterpart: {some(wrong)}")
 
 
 def shards(sharded_state_dict: dict[str, Any]) -> Iterator[ShardedTensor]:

@@ -18,7 +18,7 @@ def describe(config: RunConfig, world_size: int) -> str:
         UserError: the size of the vocabulary is not known.
     """
     on_gpu = config.trainer.accelerator == "gpu"
-    flash = on_gpu and config.model.transformer_engine is not False
+    flash = on_gpu and config.model.transformer_engine is not False and config.trainer.precision == "bf16"
     job, layout = job_of(config, attention="flash" if flash else "local"), Layout.of(config, world_size)
     held = layout_memory(job, layout)
     cut = f"TP{layout.tp} EP{layout.ep} ETP{layout.etp} PP{layout.pp} VPP{layout.vpp} CP{layout.cp} DP{layout.dp}"

@@ -45,7 +45,7 @@ def memory_warning(
 ) -> str | None:
     """One line if `config` on `world_size` GPUs of `gpu_bytes` each looks too large, None if it fits.
 
-    For the start of a run, before the model is built. `attention`: flash for Transformer Engine's layers.
+    For the start of a run, before the model is built. `attention`: flash for Transformer Engine's layers in bf16.
     """
     held = layout_memory(job_of(config, vocab_size, attention), Layout.of(config, world_size))
     if held.fits(gpu_bytes):

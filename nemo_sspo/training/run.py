@@ -236,13 +236,14 @@ def _check_data(config: RunConfig, datasets: Datasets) -> None:
 
 def _notes_on_the_gpu(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Say before a model is built which layers it lacks, and that its layout looks too large for the GPU."""
+    wanted = config.model.transformer_engine
+    fused = transformer_engine.chosen(wanted)  # on every rank alike: it may raise
     if not torch.cuda.is_available() or rank() != 0:
         return
-    wanted = config.model.transformer_engine
     missing = transformer_engine.why_not() if wanted is None else None
     if missing is not None:
         print(f"Note: {missing}; layers are Megatron-Core's own, whose attention keeps its scores", flush=True)
-    attention = "flash" if transformer_engine.chosen(wanted) else "local"
+    attention = "flash" if fused and config.trainer.precision == "bf16" else "local"
     held = torch.cuda.get_device_properties(0).total_memory
     warning = memory_warning(config, world_size(), held, tokenizer.vocab_size, attention)
     if warning is not None:

@@ -22,7 +22,8 @@ class Layout(NamedTuple):
 
     @property
     def overrides(self) -> list[str]:
-        return [f"model.{key}={value}" for key, value in self.keys.items()]
+        on_gpu = ["trainer.accelerator=gpu"] if self.keys.get("transformer_engine") else []  # where that is allowed
+        return [f"model.{key}={value}" for key, value in self.keys.items()] + on_gpu
 
 
 def _layout(

@@ -121,6 +121,5 @@ def test_every_rank_holds_its_sixteen_experts_and_what_was_planned(folder, tmp_p
         assert held["experts"] == 2 * EXPERTS // RANKS
         assert held["bytes"] == held["planned"]
         assert 0 <= held["loading"] <= 1.2 * LARGEST
-        assert held["bringing_back"] <= 1.2 * LARGEST
+        assert LARGEST <= held["bringing_back"] <= 1.2 * LARGEST  # the largest does exist at some time
         assert len(held["brought"]) == len(set(held["brought"])) == sum(any(p in n for p in BACK) for n in SHAPES)
-        print(held["loading"] / LARGEST, held["bringing_back"] / LARGEST, held["bytes"])

@@ -15,6 +15,6 @@ def policy() -> Iterator[Any]:
     from nemo_sspo.training.distributed import process_groups
     from tests.tiny import VOCAB, tiny_config
 
-    model = tiny_config("model.transformer_engine=true").model
+    model = tiny_config("model.transformer_engine=true", "trainer.accelerator=gpu").model
     with process_groups(model) as groups:
         yield build_model(model, VOCAB, groups)

@@ -202,6 +202,11 @@ def test_not_finite_in_a_list(bend):
             "temperature 0 is greedy",
         ),
         (
+            {"model__transformer_engine": True},
+            "model.transformer_engine: got true, allowed: null or false with trainer.accelerator=cpu",
+            "its kernels run on GPUs only",
+        ),
+        (
             {"model__num_query_groups": 3},
             "model.num_query_groups: got 3, allowed: a divisor of model.num_attention_heads=4",
             "equally many heads",

@@ -45,7 +45,7 @@ def test_on_a_gpu_without_it_they_are_megatron_cores(gpu, monkeypatch):
 def test_wanted_but_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     with pytest.raises(UserError, match=r"model\.transformer_engine: got true, but .* can't be imported .*install"):
-        transformer_config(tiny_config("model.transformer_engine=true").model)
+        transformer_config(tiny_config("model.transformer_engine=true", "trainer.accelerator=gpu").model)
 
 
 def test_wanted_but_too_old(engine):
@@ -58,5 +58,5 @@ def test_wanted_but_too_old(engine):
     ("wanted", "layers", "grouped"), [("true", "transformer_engine", True), ("false", "local", False)]
 )
 def test_configuration_says_which(engine, wanted, layers, grouped):
-    config = transformer_config(tiny_config(f"model.transformer_engine={wanted}").model)
+    config = transformer_config(tiny_config(f"model.transformer_engine={wanted}", "trainer.accelerator=gpu").model)
     assert (config.transformer_impl, config.moe_grouped_gemm) == (layers, grouped)

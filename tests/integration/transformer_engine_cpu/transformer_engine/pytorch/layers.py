@@ -9,7 +9,18 @@ import torch
 from torch import Tensor
 
 
-class RMSNorm(torch.nn.RMSNorm):
+class _ExtraState(torch.nn.Module):
+    """FP8's scales, which Transformer Engine's modules keep in their state dict; here there are none of them."""
+
+    def get_extra_state(self) -> Tensor:
+        """Empty."""
+        return torch.empty(0, dtype=torch.uint8)
+
+    def set_extra_state(self, state: Any) -> None:
+        """Nothing to set."""
+
+
+class RMSNorm(_ExtraState, torch.nn.RMSNorm):
     """Its weight says that its gradient is a part under sequence parallelism."""
 
     def __init__(
@@ -27,7 +38,7 @@ class RMSNorm(torch.nn.RMSNorm):
         self.weight.sequence_parallel = sequence_parallel  # type: ignore[attr-defined]
 
 
-class _Weights(torch.nn.Module):
+class _Weights(_ExtraState):
     """Weights ``[out, in]`` of this rank and how its part of inputs and outputs is brought together."""
 
     def __init__(
@@ -63,13 +74,6 @@ class _Weights(torch.nn.Module):
             self.bias = torch.nn.Parameter(torch.zeros(self.out_features, dtype=params_dtype, device=device))
             if column:
                 self.bias.tensor_model_parallel = True  # type: ignore[attr-defined]
-
-    def get_extra_state(self) -> Tensor:
-        """Scales of FP8: none."""
-        return torch.empty(0, dtype=torch.uint8)
-
-    def set_extra_state(self, state: Any) -> None:
-        """None to set."""
 
     def _gather(self, x: Tensor) -> Tensor:
         """What a column-parallel layer multiplies: every token, and their gradients added up over the ranks."""
