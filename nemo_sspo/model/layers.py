@@ -31,7 +31,7 @@ def stage_layers(config: TransformerConfig, vp_stage: int | None, pp_rank: int) 
     """The submodules of the stage `pp_rank`, or of its part `vp_stage`."""
     fused = config.transformer_impl == "transformer_engine"
     layer = transformer_engine.layer_spec(config) if fused else _local_layer(config)
-    norm: Any = transformer_engine.norm() if fused else RMSNorm
+    norm: Any = transformer_engine.NORM if fused else RMSNorm
     count = get_num_layers_to_build(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(layer_specs=[layer] * count, layer_norm=norm)
 

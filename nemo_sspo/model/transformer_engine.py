@@ -11,6 +11,7 @@ import importlib
 from typing import Any
 
 import torch
+from megatron.core.extensions.transformer_engine import TENorm
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_with_transformer_engine_spec
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -19,6 +20,7 @@ from packaging.version import Version
 from nemo_sspo.compat.transformer_engine import BROKEN
 from nemo_sspo.errors import UserError
 
+NORM = TENorm  # after the last layer
 MINIMUM = "2.0"  # norms of queries and keys, grouped experts, extra state as a tensor
 
 
@@ -62,10 +64,3 @@ def layer_spec(config: TransformerConfig) -> ModuleSpec:
     # Without experts this norm is fused with the first linear layer, whose name it then has, as in the local layers.
     parts.sharded_state_dict_keys_map = {"pre_mlp_layernorm.": "mlp.linear_fc1.layer_norm_"}
     return layer
-
-
-def norm() -> type:
-    """The norm after the last layer."""
-    from megatron.core.extensions.transformer_engine import TENorm
-
-    return TENorm

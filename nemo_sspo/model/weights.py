@@ -38,7 +38,11 @@ def sharded_weights(chunks: Sequence[GPTModel], groups: ProcessGroupCollection) 
 
 
 def put_weights(chunks: Sequence[GPTModel], loaded: dict[str, Any]) -> None:
-    """Put what `sharded_weights` described, loaded, into the chunks; all of it or an error."""
+    """Put what `sharded_weights` described, loaded, into the chunks.
+
+    Raises:
+        KeyError: a weight without a counterpart, here or there.
+    """
     for i, chunk in enumerate(chunks):
         different = chain(*chunk.load_state_dict(loaded[f"model{i}"], strict=False))
         wrong = [name for name in different if EXTRA_STATE not in name]

@@ -11,7 +11,8 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from nemo_sspo.plan import Job, stage_memory
+from nemo_sspo.config.hf import to_hf_config
+from nemo_sspo.plan import Job, load_plan_config, stage_memory
 from nemo_sspo.plan import Layout as PlannedLayout
 from nemo_sspo.plan.activations import Batch
 from tests.allocations import peak_bytes
@@ -21,14 +22,6 @@ pytestmark = pytest.mark.distributed
 
 RANKS, EXPERTS, HIDDEN, FFN, HEADS, GROUPS, HEAD = 8, 128, 2048, 768, 32, 4, 128
 VOCAB = 1024  # of the real 151,936: every rank holds the embedding whole, which is not what is shown here
-CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "dtype": "bfloat16", "vocab_size": VOCAB,
-    "hidden_size": HIDDEN, "num_hidden_layers": 1, "num_attention_heads": HEADS, "num_key_value_heads": GROUPS,
-    "head_dim": HEAD, "num_experts": EXPERTS, "num_experts_per_tok": 8, "moe_intermediate_size": FFN,
-    "intermediate_size": 6144, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
-    "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": False, "hidden_act": "silu",
-    "max_position_embeddings": 4096,
-}  # fmt: skip
 SHAPES = {
     "model.embed_tokens.weight": (VOCAB, HIDDEN),
     "lm_head.weight": (VOCAB, HIDDEN),
@@ -57,7 +50,9 @@ def folder(tmp_path_factory) -> Path:
     generator = torch.Generator().manual_seed(0)
     tensors = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
     save_file(tensors, folder / "model.safetensors")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    one_layer = ["model.num_layers=1", f"model.override_vocab_size={VOCAB}"]
+    model = load_plan_config("qwen3_30b_a3b", one_layer).model
+    (folder / "config.json").write_text(json.dumps(to_hf_config(model, VOCAB, "bfloat16")))
     return folder
 
 

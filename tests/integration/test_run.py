@@ -40,6 +40,7 @@ def test_the_runs_folder(finished):
     environment = json.loads((finished / "environment.json").read_text())
     assert environment["versions"]["megatron-core"]
     assert environment["layout"]["world_size"] == 1
+    assert environment["layers"] == "Megatron-Core"
     assert (finished / "report.html").stat().st_size > 10_000
     assert list((finished / "plots").glob("*.png"))
     assert list(finished.glob("events.out.tfevents*"))

@@ -11,6 +11,7 @@ from nemo_sspo.checkpoint import Checkpoint, find_whole, load_training_state, lo
 from nemo_sspo.checkpoint.folder import SHARDS
 from nemo_sspo.checkpoint.state import sharded_state
 from nemo_sspo.errors import UserError
+from nemo_sspo.model.weights import put_weights
 from tests.distributed.layouts import assemble
 from tests.unit.checkpoint.conftest import SHAPE, assert_equal, checkpoint, contents, step
 
@@ -183,3 +184,14 @@ def test_names_are_global(make_actor, save):
     weights = [name for name in seen[0] if not name.startswith("optimizer.")]
     moments = [f"optimizer.state.{kind}.{name}" for kind in ("exp_avg", "exp_avg_sq") for name in weights]
     assert seen[0] == sorted(weights + moments)
+
+
+def test_loaded_weights_are_all_that_the_model_has(make_actor):
+    chunks = make_actor().policy.chunks
+    whole = {name: value for name, value in chunks[0].state_dict().items() if "_extra_state" not in name}
+    put_weights(chunks, {"model0": whole})
+    name = "decoder.final_layernorm.weight"
+    with pytest.raises(KeyError, match=f"without a counterpart: .*{name}"):
+        put_weights(chunks, {"model0": {k: v for k, v in whole.items() if k != name}})
+    with pytest.raises(KeyError, match=r"without a counterpart: .*decoder\.more"):
+        put_weights(chunks, {"model0": whole | {"decoder.more": torch.zeros(1)}})

@@ -17,6 +17,16 @@ def test_dry_run_of_qwen3(capsys):
     assert "fits: H100 yes" in printed
 
 
+@pytest.mark.parametrize(
+    ("overrides", "attention"),
+    [([], "flash"), (["model.transformer_engine=false"], "local"), (["trainer.precision=32"], "local")],
+)
+def test_attention_is_that_of_the_layers(capsys, overrides, attention):
+    """Transformer Engine's keeps no scores, in bfloat16."""
+    assert main(["train", "--config-name", "qwen3_30b_a3b_sspo", "--dry-run", *overrides]) == 0
+    assert f"{attention} attention:" in capsys.readouterr().out
+
+
 def test_dry_run_checks_the_config(capsys):
     overrides = ["model.expert_model_parallel_size=3"]
     assert main(["train", "--config-name", "qwen3_30b_a3b_sspo", "--dry-run", *overrides]) == 2

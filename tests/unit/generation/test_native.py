@@ -9,7 +9,7 @@ import torch
 
 from nemo_sspo.generation import SamplingParams
 from nemo_sspo.generation.native import NativeEngine
-from nemo_sspo.generation.replica import companions, generating
+from nemo_sspo.generation.replica import Replica, companions, generating
 from nemo_sspo.model import build_model
 from tests.tiny import VOCAB, tiny_config
 
@@ -95,6 +95,18 @@ def test_padding_of_the_vocabulary_is_never_chosen(groups):
         for output in engine.generate([[5]] * 64, SamplingParams(4, temperature, STOP), seeds=range(64)):
             assert max(output.token_ids) < VOCAB
             assert min(output.logprobs) > -20
+
+
+def test_several_tokens_behind_a_cache_are_refused(policy):
+    """Megatron-Core would let each of them see those after it."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    context, replica = StaticInferenceContext(1, 8), Replica(policy)
+    choose = lambda logits: (logits.argmax(-1), logits.amax(-1))  # noqa: E731
+    with generating(policy.chunks):
+        replica.next_tokens(context, torch.tensor([[3, 4]]), choose)
+        with pytest.raises(AssertionError, match="no mask"):
+            replica.next_tokens(context, torch.tensor([[5, 6]]), choose)
 
 
 def test_no_prompts_need_no_pass(policy):

@@ -43,18 +43,22 @@ class _Weights(_ExtraState):
 
     def __init__(
         self,
+        names: Sequence[str],
         in_features: int,
         out_features: int,
-        sequence_parallel: bool,
-        tp_group: Any,
-        tp_size: int,
-        init_method: Callable[[Tensor], Any],
-        bias: bool,
-        return_bias: bool,
-        parallel_mode: str | None,
-        params_dtype: torch.dtype | None,
-        device: Any,
-        names: Sequence[str],
+        sequence_parallel: bool = False,
+        fuse_wgrad_accumulation: bool = False,
+        tp_group: Any = None,
+        tp_size: int = 1,
+        get_rng_state_tracker: Callable[[], Any] | None = None,
+        rng_tracker_name: str | None = None,
+        init_method: Callable[[Tensor], Any] = torch.nn.init.zeros_,
+        bias: bool = True,
+        return_bias: bool = False,
+        params_dtype: torch.dtype | None = None,
+        parallel_mode: str | None = None,
+        device: Any = "cpu",
+        ub_name: str | None = None,
     ) -> None:
         super().__init__()
         column, row = parallel_mode == "column", parallel_mode == "row"
@@ -99,27 +103,8 @@ class _Weights(_ExtraState):
 class Linear(_Weights):
     """``x W^T``; the bias is added, or returned beside."""
 
-    def __init__(
-        self,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] = torch.nn.init.zeros_,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = "cpu",
-    ) -> None:
-        super().__init__(
-            in_features, out_features, sequence_parallel, tp_group, tp_size, init_method, bias, return_bias,
-            parallel_mode, params_dtype, device, ["weight"],
-        )  # fmt: skip
+    def __init__(self, in_features: int, out_features: int, **options: Any) -> None:
+        super().__init__(["weight"], in_features, out_features, **options)
 
     def forward(self, inp: Tensor, is_first_microbatch: bool | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """``[S, B, in]`` to ``[S, B, out]``."""
@@ -158,31 +143,11 @@ class LayerNormLinear(Linear):
 class GroupedLinear(_Weights):
     """One weight an expert, each for its own run of rows."""
 
-    def __init__(
-        self,
-        num_gemms: int,
-        in_features: int,
-        out_features: int,
-        sequence_parallel: bool = False,
-        fuse_wgrad_accumulation: bool = False,
-        tp_group: Any = None,
-        tp_size: int = 1,
-        get_rng_state_tracker: Callable[[], Any] | None = None,
-        rng_tracker_name: str | None = None,
-        init_method: Callable[[Tensor], Any] = torch.nn.init.zeros_,
-        bias: bool = True,
-        return_bias: bool = False,
-        params_dtype: torch.dtype | None = None,
-        parallel_mode: str | None = None,
-        device: Any = "cpu",
-        ub_name: str | None = None,
-    ) -> None:
+    def __init__(self, num_gemms: int, in_features: int, out_features: int, bias: bool = True, **options: Any) -> None:
         if bias:
             raise NotImplementedError("experts' biases have no stand-in")
-        super().__init__(
-            in_features, out_features, sequence_parallel, tp_group, tp_size, init_method, bias, return_bias,
-            parallel_mode, params_dtype, device, [f"weight{i}" for i in range(num_gemms)],
-        )  # fmt: skip
+        names = [f"weight{i}" for i in range(num_gemms)]
+        super().__init__(names, in_features, out_features, bias=False, **options)
         self.num_gemms = num_gemms
         self.fp8 = self.fp8_calibration = False
         self.fp8_meta = {"fp8_checkpoint": False, "recipe": None}
