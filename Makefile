@@ -44,7 +44,7 @@ test-distributed: setup ## tests that start several processes
 	$(PYTEST) tests/distributed $(PYTEST_ARGS)
 
 test-slow: setup ## whole runs, builds and everything else that `make test` leaves out
-	$(PYTEST) -m "slow or distributed" $(FAST) $(PYTEST_ARGS)
+	$(PYTEST) -n 2 --dist loadfile -m "slow or distributed" $(FAST) $(PYTEST_ARGS)
 
 test-slurm: setup ## slurm/sspo_moe.sub on a real Slurm of one node; as root, installs slurm-wlm and munge if missing
 	@export PATH="$$PATH:/usr/sbin"; if ! { command -v slurmctld && command -v slurmd && command -v munged; } >/dev/null; then \

@@ -22,9 +22,8 @@ from tests.tiny_run import command, lines, start, train, without_times
 pytestmark = [pytest.mark.slow, pytest.mark.distributed]
 
 RECORDS = ("cold_start.jsonl", "metrics.jsonl", "validation.jsonl", "samples.jsonl")
-# Every step is saved, so that only the one in hand can be lost.
 STEPS = (
-    "trainer.sft.save_interval=1",
+    "trainer.sft.save_interval=24",
     "trainer.sft.max_steps=24",
     "trainer.grpo.optimizer_steps_per_rollout=4",
     "model.global_batch_size=4",
@@ -54,9 +53,10 @@ def finished(tmp_path_factory) -> Path:
 def test_a_kill_of_all_at_any_moment_of_a_save(finished, tmp_path):
     """kill -9 of every process at twenty random moments while a checkpoint is being written."""
     run_dir, generator = tmp_path / "killed", random.Random(0)
+    every_step = (*LAYOUT, "trainer.sft.save_interval=1")  # so that only the one in hand can be lost
     lives = in_save = 0
     while lives < 20:
-        process = start(run_dir, *LAYOUT, processes=2)
+        process = start(run_dir, *every_step, processes=2)
         for _ in range(2):  # the first save is whole, so every life gets further; the second is not
             wait_for(process, lambda: not partial(run_dir))  # what the kill before left is cleaned up
             wait_for(process, lambda: partial(run_dir))
@@ -69,7 +69,7 @@ def test_a_kill_of_all_at_any_moment_of_a_save(finished, tmp_path):
         lives += 1
         in_save += bool(partial(run_dir))
     assert in_save >= 8, f"only {in_save} of {lives} kills met a save"
-    train(run_dir, *LAYOUT, processes=2)
+    train(run_dir, *every_step, processes=2)
     assert not [p for p in (run_dir / "checkpoints").iterdir() if p.name.startswith(".")]
     assert_same_records(run_dir, finished)
 
